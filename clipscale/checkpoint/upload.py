@@ -71,10 +71,10 @@ class CheckpointUploader:
 
     @contextmanager
     def upload_choice_locked(self) -> Iterator[list[Path]]:
-        """Inside, no other checkpoint is chosen for upload. Gives the one that is being uploaded, if there is one.
+        """Inside, the uploader chooses no other checkpoint. Yields the one that is being uploaded, if there is one.
 
-        The run's outdated checkpoints are deleted inside. Otherwise the uploader, which lists the checkpoints and then
-        chooses the newest, could choose one that is deleted between the two.
+        Delete the run's outdated checkpoints inside. The uploader lists the checkpoints and then chooses the newest,
+        which could otherwise be deleted between the two.
         """
         with self._choice_lock:
             yield self.uploading

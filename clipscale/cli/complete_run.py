@@ -1,4 +1,4 @@
-"""Whether a run is complete with the settings of a command, so that nothing is left to train."""
+"""Finds out whether a run is complete with the settings of a command, so that nothing is left to train."""
 
 from pathlib import Path
 

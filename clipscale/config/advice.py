@@ -1,4 +1,4 @@
-"""Warnings about settings that a run can have, and that are probably not what is meant."""
+"""Warnings about settings that are allowed but probably not intended."""
 
 from clipscale.common.units import format_count, format_decimal
 from clipscale.config.train_config import TrainConfig

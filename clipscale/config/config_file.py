@@ -1,4 +1,4 @@
-"""A run's `config.yaml`: how settings are written, and how they differ from those that are written."""
+"""A run's `config.yaml`: writes settings, and compares a start's settings with those in the file."""
 
 from collections.abc import Mapping
 from dataclasses import asdict

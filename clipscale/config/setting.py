@@ -48,8 +48,8 @@ def section(declared: type[Section], *, changes_weights: bool = True) -> Any:
 def changes_weights(declared: type, key: str) -> bool:
     """Whether a setting, by its dotted key, may change the weights that a run trains by more than rounding.
 
-    If only settings that do not differ, a complete run stays complete. One exception is accepted: with dropout, the
-    chunks (`cache.`) decide which sample gets which random numbers. True for a key that is not declared.
+    If no other setting differs, a complete run stays complete. One exception is accepted: with dropout, the chunks
+    (`cache.`) decide which sample gets which random numbers. True for a key that is not declared.
     """
     name, _, rest = key.partition(".")
     found = next((each for each in fields(declared) if each.name == name), None)

@@ -1,4 +1,4 @@
-"""The files of a tokenizer that a stranger's folder may have, without those of their options that name other files."""
+"""Copies a tokenizer's files from a stranger's folder, without options that name other files."""
 
 import json
 import shutil

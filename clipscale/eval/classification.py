@@ -1,4 +1,4 @@
-"""Zero-shot classification sets, and how a model is measured on them.
+"""Zero-shot classification sets, which measure a model's accuracy.
 
 N: images, n: images of a batch, C: classes, U: distinct class names, D: feature width, S: sizes of features.
 """

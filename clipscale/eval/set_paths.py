@@ -1,4 +1,4 @@
-"""Checks that the evaluation sets that settings name are there. Needs no torch."""
+"""Checks that the evaluation sets in the settings exist. Needs no torch."""
 
 from collections.abc import Iterable
 from pathlib import Path

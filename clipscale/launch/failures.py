@@ -1,4 +1,4 @@
-"""How a worker's failure reaches its launcher: a file for each worker, and which of the failures ended the run."""
+"""Brings workers' failures to their launcher, by a file for each worker, and finds the one that ended the run."""
 
 import pickle
 import time

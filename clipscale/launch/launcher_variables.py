@@ -1,4 +1,4 @@
-"""Checks that the variables that a launcher sets for this process go together."""
+"""Checks that the variables of this process's launcher do not contradict each other."""
 
 import os
 

@@ -1,4 +1,4 @@
-"""Notes what a run runs on: software versions, machine, command, and commit."""
+"""Describes where a run runs: software versions, machine, command and commit."""
 
 import os
 import platform

@@ -1,5 +1,5 @@
-"""The transfers of a process group. Ranks exchange features by these alone: the other files of the loss only pass a
-group on.
+"""The transfers of a process group. All transfers of features between ranks are here: the other files of the loss only
+pass a group on.
 
 Letters: P ranks; n rows of one rank, the same number on all.
 """

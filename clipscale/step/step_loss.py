@@ -1,4 +1,4 @@
-"""The loss of a step on the device, and the scalars of the step that the host reads."""
+"""The loss of a step on the device, and the step's scalars on the host."""
 
 import math
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""Files in a sweep's folder that tell the jobs of a sweep by Hydra's plugins of each other."""
+"""Files in a sweep's folder by which jobs of Hydra's launchers learn of each other."""
 
 import fcntl
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""Whether there are credentials for a store of Amazon or Google, and how a user gives them."""
+"""Checks that there are credentials for a store of Amazon or Google, and says how to give them."""
 
 import os
 

@@ -1,7 +1,7 @@
 """The gradient cache (Gao et al. 2021, arXiv 2101.06983, section 3): a batch's exact gradient, chunk by chunk.
 
-`GradCache.step` is the method. docs/step.md tells it in words, and why the gradient is exact. The calls of a whole
-training step are a tree in docs/contributing/architecture.md.
+`GradCache.step` is the method. docs/step.md explains it, and why the gradient is exact. The calls of a whole training
+step are a tree in docs/contributing/architecture.md.
 """
 
 from collections.abc import Callable, Iterator, Sequence

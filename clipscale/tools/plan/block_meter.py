@@ -1,4 +1,4 @@
-"""Runs two of a tower's identical blocks, and extrapolates memory and operations to the omitted ones.
+"""Runs only two of a tower's identical blocks, and extrapolates memory and operations to the others.
 
 All sizes in bytes.
 """

@@ -38,7 +38,7 @@ class MemoryTracker(TorchDispatchMode):
     """Counts the bytes of live storages: `live`, and their highest number, `peak`.
 
     A storage counts from the operation that returns it until its last tensor, or the graph that saved it, is gone. Its
-    bytes are allocated_bytes up as a GPU's allocator does. A kernel's own working memory is not seen.
+    bytes are rounded up as a GPU's allocator does. A kernel's own working memory is not seen.
 
     `operations` counts the operations seen. A tensor without values reads as 1.0, 0 or false.
     """
