@@ -13,8 +13,9 @@ from clipscale.common.errors import DataError, UserError
 from clipscale.data.loader.sorted_texts import SortedTexts
 from clipscale.distributed.world import AsyncReduction, World
 from clipscale.step import train_step
-from clipscale.step.input_builder import StepAgreement, StepFacts
+from clipscale.step.input_builder import InputBuilder, StepAgreement, StepFacts
 from clipscale.step.train_step import TrainStep
+from tests.support.checkpoints import ONE_RANK
 from tests.support.ranks import run_ranks
 from tests.support.steps import host_batch, run_step, small_batch, small_step
 from tests.support.towers import TOKENS, samples
@@ -35,6 +36,13 @@ def test_text_chunks_and_caption_labels_are_known_if_each_rank_knows_its_own(
     """The largest of all ranks count: whether one does not know its numbers, whether one wishes to save, chunks. Then
     comes each rank's number of caption labels."""
     assert StepAgreement(AsyncReduction(torch.tensor(message))).facts == facts
+
+
+def test_no_labels_of_any_rank_are_known_without_another_message() -> None:
+    agreement = StepAgreement(AsyncReduction(torch.tensor((0, 0, 3, 0, 0))))
+    inputs = InputBuilder(ONE_RANK, stays_on_device=False, sorts_captions=True, agreement=agreement)
+    with patch.object(World, "all_reduce_max", side_effect=AssertionError("another message")):
+        assert inputs.num_caption_labels(own=5) == 0
 
 
 def wishes_to_save(rank: int, world_size: int) -> list[bool]:
@@ -87,8 +95,12 @@ def test_the_captions_of_another_batch_are_not_taken() -> None:
         run_step(step, batches[2])
 
 
-@pytest.mark.parametrize(("part", "keep", "fails_at"), [("encode", math.inf, 5), ("loss", 0, 7), ("replay", 0, 8)])
-def test_a_step_without_memory_frees_its_memory_before_the_run_saves(part: str, keep: float, fails_at: int) -> None:
+@pytest.mark.parametrize(
+    ("part", "keep", "fails_at"), [("encode", math.inf, 5), ("statistics", 0, 7), ("loss", 0, 7), ("replay", 0, 8)]
+)
+def test_a_step_without_memory_frees_its_memory_before_the_run_saves(
+    part: str, keep: float, fails_at: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The error is alive while the run saves, and so are the frames of the functions that it has ended."""
     step = small_step()
     stream = Mock()
@@ -103,6 +115,8 @@ def test_a_step_without_memory_frees_its_memory_before_the_run_saves(part: str, 
     step.cache.keep_bytes = keep
     for tower in step.cache.towers:  # of 3 chunks each
         tower.representation = fail
+    if part == "statistics":
+        monkeypatch.setattr(train_step, "start_statistics", lambda images, texts: fail(images))
     if part == "loss":
         step.cache.loss = lambda images, texts, **options: fail(images)
     with pytest.raises(UserError, match=f"out of memory in {part}") as raised, step.rollback_on_error(stream):
