@@ -101,7 +101,7 @@ BREAKS = [
         "torch.nn.modules.batchnorm._BatchNorm",
         "clipscale/common/modules.py",
         {"return isinstance(module, _BatchNorm)": "return False"},
-        "tests/step/cache/test_tower_passes.py::test_batch_norm_sees_the_batch_at_once_and_counts_it_once",
+        "tests/step/cache/test_chunked_tower.py::test_batch_norm_sees_the_batch_at_once_and_counts_it_once",
     ),
     Break(
         "torch._subclasses",

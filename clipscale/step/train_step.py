@@ -113,15 +113,15 @@ class TrainStep:
         with self.out_of_memory_as_user_error("statistics", step):
             statistics = self.start_statistics(features, step)
         with self.phase(timer, "loss", step):
-            value = self.cache.loss(*features, **self.loss_options(batch))
-            self.cache.backward(value)
+            loss = self.cache.loss(*features, **self.loss_options(batch))
+            self.cache.backward(loss)
             del features
         with self.phase(timer, "replay", step):
             # The message travels during the replay.
             agreement = self.passes.start_agreement(stream.upcoming(), wants_save=wants_save)
             self.passes.replay(before_chunk)
         with self.phase(timer, "optim", step):
-            scalars = self.check_and_update(self.passes.step_loss(value), stream, step)
+            scalars = self.check_and_update(self.passes.step_loss(loss), stream, step)
         return StepResult(
             scalars=scalars,
             wants_save=agreement.facts.wants_save,

@@ -22,8 +22,8 @@ from clipscale.step.cache.checks import (
     checked_scaler,
     refuse_scaled,
 )
+from clipscale.step.cache.chunked_tower import ChunkedTower
 from clipscale.step.cache.kept_graphs import GraphBudget, is_on_gpu, short_memory_policy
-from clipscale.step.cache.tower_passes import TowerPasses
 
 
 class GradCache:
@@ -88,7 +88,7 @@ class GradCache:
         functions = checked_representations(representation, len(encoders))
         make_context = checked_autocast(autocast)
         self.towers = [
-            TowerPasses(encoder, function, make_context, is_last_use_of_encoder=encoder not in encoders[i + 1 :])
+            ChunkedTower(encoder, function, make_context, is_last_use_of_encoder=encoder not in encoders[i + 1 :])
             for i, (encoder, function) in enumerate(zip(encoders, functions, strict=True))
         ]
         self.graph_budget = GraphBudget(checked_keep_bytes(keep_bytes), [tower.graphs for tower in self.towers])

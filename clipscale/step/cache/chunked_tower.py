@@ -27,7 +27,7 @@ from clipscale.step.cache.kept_graphs import GraphPolicy, KeptGraphs, ShortMemor
 
 
 @dataclass
-class TowerPasses:
+class ChunkedTower:
     """One encoder's two passes over its chunks, and what they keep of a step."""
 
     encoder: Callable[..., object]
@@ -227,7 +227,7 @@ class TowerPasses:
 
 
 def backward_chunk(out: ChunkOutput, gradient: Tensor, loss_gradient: Callable[[Tensor], Tensor]) -> None:
-    """One backward pass of a chunk. `gradient`: of its representations; `loss_gradient`: see `TowerPasses.replay`.
+    """One backward pass of a chunk. `gradient`: of its representations; `loss_gradient`: see `ChunkedTower.replay`.
 
     A chunk with a loss of its own has two roots. autograd gets those that have a graph: the other one may depend on
     frozen weights alone. Raises ValueError if none has one.
