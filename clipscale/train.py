@@ -33,7 +33,7 @@ def train(config: TrainConfig) -> RunResult:
     lock = RunLock(Path(config.run))
     try:
         run_on_rank0(world, lock.acquire)
-        check_shared(lock.folder, world)
+        check_shared(lock.run_dir, world)
         with running_on(LossRuntime(timeout=world.timeout)):
             return train_stages(config, world, lock)
     finally:
@@ -51,16 +51,16 @@ def train_stages(config: TrainConfig, world: World, lock: RunLock) -> RunResult:
         uploader = loop.saver.uploader
         if loop.stage.is_last:
             # All ranks stay: Slurm would end rank 0 two minutes after the others.
-            run_long_on_rank0(world, partial(end_uploads, uploader, loop.folder, config.launch.timeout_s, result))
+            run_long_on_rank0(world, partial(end_uploads, uploader, loop.run_dir, config.launch.timeout_s, result))
             return result
         del loop  # frees its model before the next stage's is built
         config = replace(config, resume="auto")
 
 
-def end_uploads(uploader: CheckpointUploader | None, folder: Path, limit_s: float, result: RunResult) -> None:
+def end_uploads(uploader: CheckpointUploader | None, run_dir: Path, limit_s: float, result: RunResult) -> None:
     """Wait for the last copy, if there is one, and then write result.json into the run's folder.
 
     The same command, given again, finds this file and prints the results without training.
     """
     if uploader is None or uploader.finish(limit_s, result):
-        files.write_json(folder / RESULT, result)
+        files.write_json(run_dir / RESULT, result)

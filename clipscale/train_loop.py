@@ -44,7 +44,7 @@ class TrainLoop:
     world: World
     # The lock of the run's folder, which rank 0 holds; None if nobody else uses the folder.
     lock: RunLock | None
-    folder: Path
+    run_dir: Path
     stage: Stage
     # Completed steps, and the loss of the last one. A resumed run has them from its checkpoint, a new one 0 and NaN.
     step: int
@@ -94,7 +94,7 @@ class TrainLoop:
                     self.save(wait=is_last)
             if self.evaluation.sets:
                 results = self.evaluate()
-        result: RunResult = {"run": str(self.folder), "step": self.step, "loss": self.loss, "eval": results}
+        result: RunResult = {"run": str(self.run_dir), "step": self.step, "loss": self.loss, "eval": results}
         if self.world.is_rank0 and self.stage.is_last:
             self.print_summary(result)
         return result
@@ -160,7 +160,7 @@ class TrainLoop:
                     self.evaluation,
                     self.world,
                     autocast=train_step.precision.autocast,
-                    file=ResultsFile(self.folder, self.step, self.evaluation.facts),
+                    file=ResultsFile(self.run_dir, self.step, self.evaluation.facts),
                     poll=partial(self.signal_poller.poll, every_call=True),
                     poll_while_waiting=self.signal_poller.poll_while_waiting,
                     progress=self.records.show_progress,

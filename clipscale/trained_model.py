@@ -14,12 +14,12 @@ from clipscale.models.weights.sources import with_checkpoints_of_runs
 from clipscale.run_folder.chosen_checkpoint import find_checkpoint
 
 
-def load_model(run: Path, which: str = "latest", weights: str = "trained") -> tuple[ClipModel, ModelConfig, int]:
+def load_model(run_dir: Path, which: str = "latest", weights: str = "trained") -> tuple[ClipModel, ModelConfig, int]:
     """The model of a run's checkpoint; see `load_checkpoint`. `which`: as `find_checkpoint` takes it.
 
     Raises UserError where there is no such checkpoint or average.
     """
-    return load_checkpoint(find_checkpoint(run, which), weights)
+    return load_checkpoint(find_checkpoint(run_dir, which), weights)
 
 
 def load_checkpoint(path: Path, weights: str = "trained") -> tuple[ClipModel, ModelConfig, int]:
@@ -40,15 +40,15 @@ def load_checkpoint(path: Path, weights: str = "trained") -> tuple[ClipModel, Mo
 
 
 def load_run_or_weights(
-    run: Path | None, which: str, weights: str, config: ModelConfig, on_rank0: OnRank0
+    run_dir: Path | None, which: str, weights: str, config: ModelConfig, on_rank0: OnRank0
 ) -> tuple[ClipModel, ModelConfig, int | None]:
     """A run's model as from `load_model`; without a run the one that `config` describes, and no step.
 
     Rank 0 finds the checkpoint, which is then the same on every rank even if the run saves another one meanwhile.
     Raises UserError.
     """
-    if run is not None:
-        return load_checkpoint(on_rank0(lambda: find_checkpoint(run, which)), weights)
+    if run_dir is not None:
+        return load_checkpoint(on_rank0(lambda: find_checkpoint(run_dir, which)), weights)
     config = on_rank0(lambda: completed_by_weights(config))
     found = on_rank0(lambda: with_checkpoints_of_runs(config))
     return build_model(found).eval(), config, None

@@ -159,6 +159,7 @@ TYPE_OF_WORD = {
     "local_batch": "int",
     "objective_name": "str",
     "poll": "Poll",
+    "run_dir": "Path",
     "runtime": "LossRuntime",
     "stage": "Stage",
     "text_layout": "TextLayout",

@@ -167,7 +167,7 @@ class Loop:
         self.loop = TrainLoop(
             world=ONE_RANK,
             lock=None,
-            folder=folder,
+            run_dir=folder,
             stage=Stage(
                 global_batch=BATCH,
                 steps_before=0,
@@ -224,7 +224,7 @@ def test_a_run_evaluates_and_saves_between_its_steps_and_ends_with_both(make: Ca
         "close stream", "close saver", "close records",
         "summary of step 4",
     ]  # fmt: skip
-    assert result == {"run": str(run.loop.folder), "step": 4, "loss": 4.0, "eval": results_of(4)}
+    assert result == {"run": str(run.loop.run_dir), "step": 4, "loss": 4.0, "eval": results_of(4)}
 
 
 @pytest.mark.parametrize(

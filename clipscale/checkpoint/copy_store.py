@@ -74,11 +74,11 @@ def checkpoints_in_store(store: DirFileSystem, end: str = "") -> list[Path]:
     return sorted(paths, key=step_of)
 
 
-def complete_checkpoints(store: DirFileSystem, run: Path) -> list[Path]:
+def complete_checkpoints(store: DirFileSystem, run_dir: Path) -> list[Path]:
     """The store's complete checkpoints, sorted by step. Raises UserError for another run's copy or other files."""
     names = store.find("", maxdepth=1, withdirs=True)[1:]  # the first is the store itself
-    if names and f"run={run.name}" not in names:
-        raise UserError(f"checkpoint.copy: it holds {names[-1]}, and not run={run.name}; choose another address")
+    if names and f"run={run_dir.name}" not in names:
+        raise UserError(f"checkpoint.copy: it holds {names[-1]}, and not run={run_dir.name}; choose another address")
     return checkpoints_in_store(store, f"/{META}")
 
 

@@ -23,23 +23,23 @@ UNREADABLE = "checkpoint.copy={} cannot be read"
 WITHOUT_COPY = "; checkpoint.copy= continues without it"
 
 
-def accessible_checkpoints(store: DirFileSystem, run: Path, address: str) -> list[Path]:
+def accessible_checkpoints(store: DirFileSystem, run_dir: Path, address: str) -> list[Path]:
     """`complete_checkpoints`, but a store that needs credentials also raises UserError. `address`: for the message."""
     try:
-        return complete_checkpoints(store, run)
+        return complete_checkpoints(store, run_dir)
     except Exception as error:
         if type(error).__name__ in NO_CREDENTIALS:
             raise no_credentials(f"checkpoint.copy={address}", error) from error
         raise
 
 
-def check_copy(run: Path, address: str) -> None:
+def check_copy(run_dir: Path, address: str) -> None:
     """Raise UserError if the store cannot be read, or holds another run's copy or other files."""
     with to_user_error(UNREADABLE.format(address), WITHOUT_COPY):
-        accessible_checkpoints(open_store(address), run, address)
+        accessible_checkpoints(open_store(address), run_dir, address)
 
 
-def restore_from_copy(run: Path, address: str, resume: str, newest_own: Path | None = None) -> bool:
+def restore_from_copy(run_dir: Path, address: str, resume: str, newest_own: Path | None = None) -> bool:
     """Fetch the store's newest complete checkpoint, with its records. Returns whether it fetched a checkpoint.
 
     If it fetches none and the run's folder has no records, it fetches the records alone. With `auto` it also fetches
@@ -53,7 +53,7 @@ def restore_from_copy(run: Path, address: str, resume: str, newest_own: Path | N
     with to_user_error(unreadable, WITHOUT_COPY):
         store = open_store(address)
         try:
-            in_store = accessible_checkpoints(store, run, address)
+            in_store = accessible_checkpoints(store, run_dir, address)
         except Exception as error:
             if not newest_own or isinstance(error, UserError):
                 raise
@@ -65,22 +65,22 @@ def restore_from_copy(run: Path, address: str, resume: str, newest_own: Path | N
                 f"resume={resume}: checkpoint.copy holds {newer[-1].name}, which is later; give another address, or "
                 "resume=auto to resume from it"
             )
-        is_fetched = restore_newest(store, newer, run, address, has_own=newest_own is not None)
+        is_fetched = restore_newest(store, newer, run_dir, address, has_own=newest_own is not None)
         if resume == "auto":
-            if not is_fetched and not (run / METRICS).exists():  # the start will drop lines of later steps
-                copy_records(store, DirFileSystem(str(run), LOCAL))
-            restore_best(store, in_store, run)  # at every start: an earlier one may have been killed before this
+            if not is_fetched and not (run_dir / METRICS).exists():  # the start will drop lines of later steps
+                copy_records(store, DirFileSystem(str(run_dir), LOCAL))
+            restore_best(store, in_store, run_dir)  # at every start: an earlier one may have been killed before this
     return is_fetched
 
 
-def restore_newest(store: DirFileSystem, newer: list[Path], run: Path, address: str, *, has_own: bool) -> bool:
+def restore_newest(store: DirFileSystem, newer: list[Path], run_dir: Path, address: str, *, has_own: bool) -> bool:
     """Fetch the last of the checkpoints that is not damaged, with its records. Returns whether there was one.
 
     `has_own`: whether the run's own folder has a checkpoint. If not, and all of these are damaged, raises UserError.
     """
     for path in reversed(newer):
         try:
-            restore(store, path, run)
+            restore(store, path, run_dir)
             return True
         except UserError as error:
             if path is newer[0] and not has_own:
@@ -91,41 +91,41 @@ def restore_newest(store: DirFileSystem, newer: list[Path], run: Path, address: 
     return False
 
 
-def restore(store: DirFileSystem, path: Path, run: Path) -> None:
+def restore(store: DirFileSystem, path: Path, run_dir: Path) -> None:
     """Fetch a checkpoint and the records. Raises UserError, and changes nothing, if it is damaged."""
-    with fetched_checkpoint(store, path, run) as temporary:
+    with fetched_checkpoint(store, path, run_dir) as temporary:
         log_line(f"{path.name} is restored from checkpoint.copy: the run's folder has no intact checkpoint that recent")
-        set_aside_records(run, "continues from its copy")
-        copy_records(store, DirFileSystem(str(run), LOCAL))
-        discard(run / path)
-        temporary.replace(run / path)
+        set_aside_records(run_dir, "continues from its copy")
+        copy_records(store, DirFileSystem(str(run_dir), LOCAL))
+        discard(run_dir / path)
+        temporary.replace(run_dir / path)
 
 
-def restore_best(store: DirFileSystem, in_store: list[Path], run: Path) -> None:
+def restore_best(store: DirFileSystem, in_store: list[Path], run_dir: Path) -> None:
     """Fetch the run's best checkpoint, if its folder has not got it. Where it cannot be fetched, a line says so."""
     name = "the best checkpoint"
     try:
-        goal = settings_of_run(run).get("checkpoint", {}).get("best", "")
-        own = checkpoints_of(run)
+        goal = settings_of_run(run_dir).get("checkpoint", {}).get("best", "")
+        own = checkpoints_of(run_dir)
         earlier = [path for path in in_store if own and step_of(path) <= step_of(own[-1])]
         best = None
         if goal:
-            finder = BestFinder(run, Goal.parse("checkpoint.best", goal))
+            finder = BestFinder(run_dir, Goal.parse("checkpoint.best", goal))
             best = finder.best_step(map(step_of, [*own, *earlier]))
         for path in earlier:
-            if step_of(path) == best and not (run / path).exists():
+            if step_of(path) == best and not (run_dir / path).exists():
                 name = f"the best checkpoint, {path.name},"
-                with fetched_checkpoint(store, path, run) as temporary:
-                    temporary.replace(run / path)
+                with fetched_checkpoint(store, path, run_dir) as temporary:
+                    temporary.replace(run_dir / path)
                 log_line(f"{path.name}, the best by checkpoint.best={goal}, is restored from checkpoint.copy, too")
     except Exception as error:  # each library behind fsspec raises exceptions of its own
         log_warning(f"checkpoint.copy: {name} could not be fetched and remains only there ({one_line(error)})")
 
 
 @contextmanager
-def fetched_checkpoint(store: DirFileSystem, path: Path, run: Path) -> Iterator[Path]:
+def fetched_checkpoint(store: DirFileSystem, path: Path, run_dir: Path) -> Iterator[Path]:
     """A checkpoint of the store, in a temporary folder of the run. Raises UserError if it is damaged."""
-    temporary = (run / path).with_suffix(TEMPORARY)
+    temporary = (run_dir / path).with_suffix(TEMPORARY)
     names = store.ls(str(path), detail=False)
     try:
         store.get(names, [str(temporary / Path(name).name) for name in names])

@@ -42,9 +42,9 @@ class CheckpointUploader:
     Checkpoints in the store that are later than the run's newest one are not deleted.
     """
 
-    def __init__(self, run: Path, address: str, retention: Retention) -> None:
+    def __init__(self, run_dir: Path, address: str, retention: Retention) -> None:
         """`address`: the store's. `retention`: which checkpoints stay in it."""
-        self.run = run
+        self.run_dir = run_dir
         self.address = address
         self.retention = retention
         # The checkpoint that is being uploaded, which must stay on the disk meanwhile; see `upload_choice_locked`.
@@ -121,17 +121,17 @@ class CheckpointUploader:
             self.uploading = []
 
     def _copy(self, store: DirFileSystem) -> None:
-        complete_checkpoints(store, self.run)
+        complete_checkpoints(store, self.run_dir)
         remove_parts(store)
         with self._choice_lock:
             # Chosen before the records, which are then at least as new.
-            self.uploading = checkpoints_of(self.run)[-1:]
-        store.pipe_file(f"run={self.run.name}", b"")
-        copy_records(DirFileSystem(str(self.run), LOCAL), store)
-        remove_set_aside(store, self.run)
+            self.uploading = checkpoints_of(self.run_dir)[-1:]
+        store.pipe_file(f"run={self.run_dir.name}", b"")
+        copy_records(DirFileSystem(str(self.run_dir), LOCAL), store)
+        remove_set_aside(store, self.run_dir)
         for path in self.uploading:
             copy_checkpoint(store, path)
-            for old in self.retention.outdated(complete_checkpoints(store, self.run), path.name):
+            for old in self.retention.outdated(complete_checkpoints(store, self.run_dir), path.name):
                 store.rm(str(old), recursive=True)
         if self.result:
             store.pipe_file(RESULT, json.dumps(self.result).encode())
@@ -169,11 +169,11 @@ def finish_copy_on_failed_start(uploader: CheckpointUploader | None, world: Worl
         raise
 
 
-def remove_set_aside(store: DirFileSystem, run: Path) -> None:
+def remove_set_aside(store: DirFileSystem, run_dir: Path) -> None:
     """Remove the store's results that the run has set aside (`set_aside_later_steps`): it trains those steps again."""
     for name in store.find(EVAL):
-        is_aside = any(run.glob(f"{EARLIER}*/{Path(name).name}"))
-        if COPIED_FILES.fullmatch(name) and is_aside and not (run / name).exists():
+        is_aside = any(run_dir.glob(f"{EARLIER}*/{Path(name).name}"))
+        if COPIED_FILES.fullmatch(name) and is_aside and not (run_dir / name).exists():
             store.rm_file(name)
 
 

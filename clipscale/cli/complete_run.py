@@ -30,9 +30,9 @@ def result_if_complete(config: TrainConfig) -> RunResult | None:
     return result if checkpoint_path(folder, result["step"]).is_dir() and not changed else None
 
 
-def result_written(folder: str) -> int | None:
+def result_written(run_dir: Path) -> int | None:
     """When a run's result was written, in nanoseconds; None if the run is not complete."""
-    file = Path(folder) / RESULT
+    file = run_dir / RESULT
     return file.stat().st_mtime_ns if file.is_file() else None
 
 

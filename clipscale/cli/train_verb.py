@@ -57,24 +57,24 @@ def main(config: TrainConfig, *, isolated: bool = False, advice: str = "") -> Ru
         if result:
             print_complete(config, result)
             return result
-    earlier_result = result_written(config.run)
+    earlier_result = result_written(Path(config.run))
     try:
         return launch_and_plan(config, isolated=isolated)
     except StoppedError as stopped:
-        if not advice and result_written(config.run) not in (None, earlier_result):  # the signal came too late
+        if not advice and result_written(Path(config.run)) not in (None, earlier_result):  # the signal came too late
             return read_result(Path(config.run) / RESULT)
-        advice = advice or resume_advice(config.run, same_command_resumes)
+        advice = advice or resume_advice(Path(config.run), same_command_resumes)
         if not advice:
             raise
         raise StoppedError(f"{stopped}; {advice}", stopped.signum) from None
 
 
-def resume_advice(folder: str, same_command: bool) -> str:
+def resume_advice(run_dir: Path, same_command: bool) -> str:
     """How a stopped run is resumed; empty if it has no checkpoint. `same_command`: whether the same command does."""
-    if not any(Path(folder).glob("checkpoints/step_*")):
+    if not any(run_dir.glob("checkpoints/step_*")):
         return ""
     return (
-        "the same command resumes it" if same_command else f"continue with {shlex.quote(f'run={folder}')} resume=auto"
+        "the same command resumes it" if same_command else f"continue with {shlex.quote(f'run={run_dir}')} resume=auto"
     )
 
 

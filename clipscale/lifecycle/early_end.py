@@ -96,7 +96,7 @@ def stop_if_folder_removed(
         wait_for_save()
         raise_on_all_ranks(
             UserError(
-                f"run={lock.folder}: its folder was removed while it trained, with its records; a new one holds step "
+                f"run={lock.run_dir}: its folder was removed while it trained, with its records; a new one holds step "
                 f"{step}: continue with resume=auto"
             )
         )

@@ -25,16 +25,16 @@ class FolderInUseError(UserError):
     """Another run has the folder."""
 
 
-def wait_until_free(folder: Path) -> None:
+def wait_until_free(run_dir: Path) -> None:
     """Wait a short time for another run in the folder. Raises FolderInUseError if that run goes on.
 
     Changes nothing in the folder. The command line calls it before it starts the workers, which take the lock.
     """
-    with suppress(FileNotFoundError), (folder / LOCK).open("r+") as file:
-        wait_for_flock(file, folder)
+    with suppress(FileNotFoundError), (run_dir / LOCK).open("r+") as file:
+        wait_for_flock(file, run_dir)
 
 
-def wait_for_flock(file: IO[str], folder: Path) -> bool:
+def wait_for_flock(file: IO[str], run_dir: Path) -> bool:
     """Take `flock` on a run's lock file. Waits a short time for another holder, and raises FolderInUseError after it.
 
     Returns whether it was taken: some file systems have no locks. That is a warning.
@@ -47,11 +47,11 @@ def wait_for_flock(file: IO[str], folder: Path) -> bool:
             return True
         except BlockingIOError:
             file.seek(0)
-            used = f"run={folder} is in use by {file.read() or 'another run'}"
+            used = f"run={run_dir} is in use by {file.read() or 'another run'}"
         except OSError as error:  # ENOSYS, ENOLCK: Lustre without the mount option flock, some NFS
             log.warning(
                 "run=%s: its file system has no locks (%s); make sure that no second run writes there",
-                folder, error.strerror,
+                run_dir, error.strerror,
             )  # fmt: skip
             return False
         if time.monotonic() > deadline:
@@ -68,8 +68,8 @@ class RunLock:
     The file names process and host, for the message.
     """
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
+    def __init__(self, run_dir: Path) -> None:
+        self.run_dir = run_dir
         self.file: IO[str] | None = None
         # Whether this lock has made the folder.
         self.has_made_folder = False
@@ -80,10 +80,10 @@ class RunLock:
         Then removes the half-written files of a dead run. But where the file system has no locks they stay: a run that
         goes on may be writing them. Raises FolderInUseError if another run keeps the lock.
         """
-        self.has_made_folder |= not self.folder.exists()
-        make_folder(self.folder)
-        file = (self.folder / LOCK).open("a+")
-        is_locked = wait_for_flock(file, self.folder)
+        self.has_made_folder |= not self.run_dir.exists()
+        make_folder(self.run_dir)
+        file = (self.run_dir / LOCK).open("a+")
+        is_locked = wait_for_flock(file, self.run_dir)
         if self._removed(file):  # a holder that failed at its start has removed it
             file.close()
             self.acquire()
@@ -93,7 +93,7 @@ class RunLock:
         file.flush()
         self.file = file
         if is_locked:
-            remove_temporary(self.folder)
+            remove_temporary(self.run_dir)
 
     def renew(self) -> bool:
         """Take the lock again if the folder was removed, and return whether it was. Raises UserError if another run has
@@ -107,7 +107,7 @@ class RunLock:
 
     def _removed(self, file: IO[str]) -> bool:
         try:
-            return not os.path.samestat(os.fstat(file.fileno()), (self.folder / LOCK).stat())
+            return not os.path.samestat(os.fstat(file.fileno()), (self.run_dir / LOCK).stat())
         except FileNotFoundError:
             return True
 
@@ -115,11 +115,11 @@ class RunLock:
         """Give the lock back. Removes the folder if this lock has made it and nothing is in it. Safe without a lock."""
         if self.file:
             ours = self.has_made_folder and not self._removed(self.file)  # another run may have begun in its place
-            if ours and sorted(path.name for path in self.folder.glob("*")) == ["checkpoints", LOCK]:
+            if ours and sorted(path.name for path in self.run_dir.glob("*")) == ["checkpoints", LOCK]:
                 with suppress(OSError):  # the folder has other files
-                    (self.folder / "checkpoints").rmdir()
-                    (self.folder / LOCK).unlink()
-                    self.folder.rmdir()
+                    (self.run_dir / "checkpoints").rmdir()
+                    (self.run_dir / LOCK).unlink()
+                    self.run_dir.rmdir()
             self.file.truncate(0)
             self.file.close()
             self.file = None

@@ -18,13 +18,13 @@ from clipscale.run_folder.records import read_evaluation, settings_of_run
 class BestFinder:
     """Finds the best of a run's checkpoints, by the results of the run's own evaluations."""
 
-    run: Path
+    run_dir: Path
     goal: Goal
 
     def results(self, step: int) -> dict[str, dict[str, float]]:
         """The metrics at a step of each set that the goal may mean. Empty if the step was not evaluated on any."""
         try:
-            record = read_evaluation(self.run / EVAL / f"step_{step:08d}.json")
+            record = read_evaluation(self.run_dir / EVAL / f"step_{step:08d}.json")
         except files.DAMAGED:
             return {}
         results = record.get("results", {})
@@ -66,36 +66,36 @@ class BestFinder:
                 f"{', '.join(there) or 'none'}"
             )
             return False
-        steps = [*map(step_of, checkpoints_of(self.run)), step]
+        steps = [*map(step_of, checkpoints_of(self.run_dir)), step]
         better = self.best_step(steps if pending is None else [*steps, pending]) == step
         if better:
             log_line(f"step {step} is the best so far: {self.goal} is {values[min(values, key=len)]:.4f}")
         return better
 
 
-def best_checkpoint(run: Path) -> Path:
+def best_checkpoint(run_dir: Path) -> Path:
     """The checkpoint that is best by the run's setting `checkpoint.best`. Raises UserError where there is none."""
-    goal = settings_of_run(run).get("checkpoint", {}).get("best", "")
+    goal = settings_of_run(run_dir).get("checkpoint", {}).get("best", "")
     if not goal:
-        raise UserError(f"step=best: {run} was not trained with checkpoint.best=SET/METRIC; give a step's number")
-    step = BestFinder(run, Goal.parse("checkpoint.best", goal)).best_step(map(step_of, checkpoints_of(run)))
+        raise UserError(f"step=best: {run_dir} was not trained with checkpoint.best=SET/METRIC; give a step's number")
+    step = BestFinder(run_dir, Goal.parse("checkpoint.best", goal)).best_step(map(step_of, checkpoints_of(run_dir)))
     if step is None:
-        raise UserError(f"step=best: no checkpoint of {run} has a {goal} in {run / EVAL}; give a step's number")
-    return checkpoint_path(run, step)
+        raise UserError(f"step=best: no checkpoint of {run_dir} has a {goal} in {run_dir / EVAL}; give a step's number")
+    return checkpoint_path(run_dir, step)
 
 
-def find_checkpoint(run: Path, which: str) -> Path:
+def find_checkpoint(run_dir: Path, which: str) -> Path:
     """A run's checkpoint: `latest`, `best`, a step number, or its path. Raises UserError where there is none."""
     if which == "best":
-        return best_checkpoint(run)
-    checkpoints = checkpoints_of(run)
+        return best_checkpoint(run_dir)
+    checkpoints = checkpoints_of(run_dir)
     if which == "latest":
         if not checkpoints:
-            raise UserError(f"run={run}: no checkpoint in {run / 'checkpoints'}")
+            raise UserError(f"run={run_dir}: no checkpoint in {run_dir / 'checkpoints'}")
         return checkpoints[-1]
-    path = checkpoint_path(run, int(which)) if which.isdecimal() else Path(which).expanduser()
+    path = checkpoint_path(run_dir, int(which)) if which.isdecimal() else Path(which).expanduser()
     if not path.exists():
-        raise UserError(f"checkpoint={which}: there is no {path}; give latest, or another step of {run}")
+        raise UserError(f"checkpoint={which}: there is no {path}; give latest, or another step of {run_dir}")
     if path.resolve() not in [own.resolve() for own in checkpoints]:  # its results would replace the run's own
-        raise UserError(f"checkpoint={which}: no checkpoint of {run}; give a step of it, or the other run=NAME")
+        raise UserError(f"checkpoint={which}: no checkpoint of {run_dir}; give a step of it, or the other run=NAME")
     return path

@@ -96,9 +96,9 @@ def is_run_or_checkpoint(folder: Path) -> bool:
     return (folder / "checkpoints").is_dir() or (folder / META).is_file()
 
 
-def checkpoint_path(run: Path, step: int) -> Path:
+def checkpoint_path(run_dir: Path, step: int) -> Path:
     """The path of a run's checkpoint of a step, whether it is there or not."""
-    return run / "checkpoints" / f"step_{step:08d}"
+    return run_dir / "checkpoints" / f"step_{step:08d}"
 
 
 def step_of(path: Path) -> int:
@@ -106,9 +106,9 @@ def step_of(path: Path) -> int:
     return int(path.name.removeprefix("step_"))
 
 
-def checkpoints_of(run: Path) -> list[Path]:
+def checkpoints_of(run_dir: Path) -> list[Path]:
     """The paths of a run's checkpoints, by step."""
-    paths = (run / "checkpoints").glob("step_*")
+    paths = (run_dir / "checkpoints").glob("step_*")
     return sorted((path for path in paths if re.fullmatch(r"step_\d+", path.name)), key=step_of)
 
 
@@ -121,19 +121,18 @@ def checkpoint_values(checkpoint: Path) -> Record:
     return cast(Record, files.read_json(checkpoint / META)["meta"]["values"])
 
 
-def check_is_run_folder(run: Path) -> None:
+def check_is_run_folder(run_dir: Path) -> None:
     """Raise UserError for a folder that is not a run's: it has files, but neither a run's lock nor a checkpoint.
 
     Files below checkpoints/ count. Files with LOG_SUFFIXES do not.
     """
-    lock = run / LOCK
+    lock = run_dir / LOCK
     # RunLock writes "process ..." into it, and empties it at its end.
     ours = lock.is_file() and b"process ".startswith(lock.read_bytes()[:8])
-    if not run.is_dir() or ours or any((path / META).is_file() for path in checkpoints_of(run)):
+    if not run_dir.is_dir() or ours or any((path / META).is_file() for path in checkpoints_of(run_dir)):
         return
-    inside = run / "checkpoints"
-    for path in (*files.visible_entries(run), *(files.visible_entries(inside) if inside.is_dir() else ())):
+    inside = run_dir / "checkpoints"
+    for path in (*files.visible_entries(run_dir), *(files.visible_entries(inside) if inside.is_dir() else ())):
         if path.suffix not in LOG_SUFFIXES and path != inside:
-            raise UserError(
-                f"run={run} is not the folder of a run: it holds {path.relative_to(run)}; choose another run=NAME"
-            )
+            name = path.relative_to(run_dir)
+            raise UserError(f"run={run_dir} is not the folder of a run: it holds {name}; choose another run=NAME")

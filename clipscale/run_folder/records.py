@@ -40,15 +40,15 @@ RUN_RECORDS = (
 )
 
 
-def written_settings(folder: Path) -> Record:
+def written_settings(run_dir: Path) -> Record:
     """The settings in a run's config.yaml; empty if there is no such file. Raises DAMAGED of `files`."""
-    file = folder / CONFIG
+    file = run_dir / CONFIG
     return files.read_record(file) if file.is_file() else {}
 
 
-def settings_of_run(folder: Path) -> Record:
+def settings_of_run(run_dir: Path) -> Record:
     """The settings of a run; empty if it has none. Raises UserError where its file is damaged."""
-    path = folder / CONFIG
+    path = run_dir / CONFIG
     with files.damage_to_user_error("the run's", path, "start the run again, which sets it aside, or move it away"):
         return files.read_record(path)
 

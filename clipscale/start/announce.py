@@ -55,7 +55,7 @@ def log_position(resolved: ResolvedRun, schedule: Schedule) -> None:
         log_line(f"run={config.run}{state} step {step} of {schedule.end}{changed}")
     else:
         log_line(
-            f"training {config.model.name}: {schedule.end:,} steps of {config.batch:,} pairs, in {resolved.folder}"
+            f"training {config.model.name}: {schedule.end:,} steps of {config.batch:,} pairs, in {resolved.run_dir}"
         )
     if step >= schedule.end:
         log_line("nothing is left to train; give more samples= to train further")
@@ -69,8 +69,8 @@ def log_position(resolved: ResolvedRun, schedule: Schedule) -> None:
 
 def changes_at_resume(resolved: ResolvedRun, schedule: Schedule) -> list[str]:
     """The settings that differ from those in the run's folder, and the learning rate if it jumps."""
-    changes = change_lines(written_settings(resolved.folder), resolved.config_yaml)
-    before = lr_of_step(resolved.folder, resolved.step)
+    changes = change_lines(written_settings(resolved.run_dir), resolved.config_yaml)
+    before = lr_of_step(resolved.run_dir, resolved.step)
     now = schedule.lr(resolved.step)
     if before is not None and resolved.step > schedule.steps_before and not math.isclose(before, now, rel_tol=0.05):
         changes.append(f"the learning rate of this step {before:.1e} -> {now:.1e}")

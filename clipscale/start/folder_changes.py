@@ -39,13 +39,13 @@ def prepare_checkpoint_to_resume(config: TrainConfig, world: World, *, fetch_cop
 
 
 @contextmanager
-def writing_records(folder: Path) -> Iterator[None]:
+def writing_records(run_dir: Path) -> Iterator[None]:
     """Around what writes files of a run's folder: turns an OSError into a UserError."""
     try:
         yield
     except OSError as error:
         raise UserError(
-            f"run={folder}: {error.filename or 'a record'} cannot be written ({error.strerror or error}); "
+            f"run={run_dir}: {error.filename or 'a record'} cannot be written ({error.strerror or error}); "
             "repair that, and give the command again"
         ) from error
 
@@ -70,10 +70,10 @@ def open_run_log(resolved: ResolvedRun, schedule: Schedule, world: World) -> Met
     they were in training.
     """
     if resolved.step >= schedule.end:
-        note_evaluation_and_copy(resolved.folder / CONFIG, resolved.config_yaml)
+        note_evaluation_and_copy(resolved.run_dir / CONFIG, resolved.config_yaml)
     sinks = resolved.config.log
     return open_log(
-        resolved.folder,
+        resolved.run_dir,
         wandb=sinks.wandb_mode,
         tensorboard=sinks.tensorboard,
         every=sinks.every,

@@ -59,7 +59,7 @@ def open_data(resolved: ResolvedRun, image_size: int, tokenizer: Tokenizer, worl
             resolved.stage.steps_before,
         )
         if resolved.step < schedule.end:
-            run_on_rank0(world, lambda: check_room(resolved.folder, least_saved_bytes(config)))
+            run_on_rank0(world, lambda: check_room(resolved.run_dir, least_saved_bytes(config)))
         undo.pop_all()
     return OpenedData(stream, schedule, teachers, share.local_batch)
 

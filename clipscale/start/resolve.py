@@ -54,13 +54,13 @@ class ResolvedRun:
         return self.resumed.loss if self.resumed else math.nan
 
     @property
-    def folder(self) -> Path:
+    def run_dir(self) -> Path:
         return Path(self.config.run)
 
     @property
     def continues_own_folder(self) -> bool:
         """Whether the checkpoint is one of the run's own folder."""
-        own_checkpoints = (self.folder / "checkpoints").resolve()
+        own_checkpoints = (self.run_dir / "checkpoints").resolve()
         return self.checkpoint_path is not None and self.checkpoint_path.resolve().parent == own_checkpoints
 
     def largest_divisor(self, num_streams: int) -> int:

@@ -71,7 +71,7 @@ def start_run(
         loop = TrainLoop(
             world=world,
             lock=lock,
-            folder=resolved.folder,
+            run_dir=resolved.run_dir,
             stage=resolved.stage,
             step=resolved.step,
             loss=resolved.loss,
@@ -98,8 +98,10 @@ def announce_and_open_log(resolved: ResolvedRun, built: BuiltRun, world: World) 
 
     Raises UserError if a file of the folder cannot be written.
     """
-    with writing_records(resolved.folder):
-        set_aside_for_resume(resolved.folder, resolved.step, starts_from_other_folder=not resolved.continues_own_folder)
+    with writing_records(resolved.run_dir):
+        set_aside_for_resume(
+            resolved.run_dir, resolved.step, starts_from_other_folder=not resolved.continues_own_folder
+        )
         announce(resolved, built)
         return open_run_log(resolved, built.schedule, world)
 
@@ -144,12 +146,12 @@ def build_saver(
     `uploader`: of the stages before. Without one, rank 0 begins to copy the newest checkpoint.
     """
     settings = resolved.config.checkpoint
-    best = BestFinder(resolved.folder, Goal.parse("checkpoint.best", settings.best)) if settings.best else None
+    best = BestFinder(resolved.run_dir, Goal.parse("checkpoint.best", settings.best)) if settings.best else None
     retention = checkpoint.Retention(settings.keep, settings.keep_every, best)
     if uploader is None and settings.copy:
-        uploader = checkpoint.CheckpointUploader(resolved.folder, settings.copy, retention)
+        uploader = checkpoint.CheckpointUploader(resolved.run_dir, settings.copy, retention)
         if world.is_rank0:
             uploader.start()
     is_in_folder = resolved.checkpoint_path is None or resolved.continues_own_folder
     last_begun_step = resolved.step if is_in_folder else None
-    return checkpoint.Saver(resolved.folder, world, retention, uploader, last_begun_step)
+    return checkpoint.Saver(resolved.run_dir, world, retention, uploader, last_begun_step)

@@ -114,7 +114,7 @@ def test_a_run_saves_after_an_error_of_all_ranks_between_updates(error: Exceptio
 
 def test_the_end_of_a_removed_folder_is_on_all_ranks(tmp_path: Path) -> None:
     """Each of them then waits for the checkpoint's copy."""
-    lock: Any = SimpleNamespace(folder=tmp_path, renew=lambda: True)
+    lock: Any = SimpleNamespace(run_dir=tmp_path, renew=lambda: True)
     run = Run()
     with (
         refused("its folder was removed") as ended,

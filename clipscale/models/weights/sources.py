@@ -148,15 +148,15 @@ def resolve_architecture(
     return config
 
 
-def with_trained_architecture(config: ModelConfig, run: Path) -> ModelConfig:
+def with_trained_architecture(config: ModelConfig, run_dir: Path) -> ModelConfig:
     """The settings with the architecture of a run that has checkpoints. Raises UserError where it cannot be read.
 
     config.yaml has the whole run's: a checkpoint's pictures may have the size of its stage.
     """
     trained = None
     with suppress(UserError, *files.DAMAGED_OR_FOREIGN):
-        trained = ModelConfig.of(settings_of_run(run)["model"])
-    other = trained or _in_run(run, f"run={run}", "").model
+        trained = ModelConfig.of(settings_of_run(run_dir)["model"])
+    other = trained or _in_run(run_dir, f"run={run_dir}", "").model
     return replace(
         _with_model(config, other), init_bias=other.init_bias if config.init_bias is None else config.init_bias
     )

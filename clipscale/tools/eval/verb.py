@@ -32,9 +32,9 @@ def main(config: EvalRunConfig) -> Results:
     return cast(Results, local.launch(complete_config, f"{__name__}:work"))
 
 
-def objective_and_sizes(run: Path) -> tuple[str, list[int]]:
+def objective_and_sizes(run_dir: Path) -> tuple[str, list[int]]:
     """A run's objective, in its last stage if it has stages, and the sizes of its features."""
-    run_settings = settings_of_run(run)
+    run_settings = settings_of_run(run_dir)
     loss = {"objective": "softmax", **run_settings.get("loss", {})}
     last_stage = (run_settings.get("stages") or [{}])[-1]
     return str(last_stage.get("loss", loss["objective"])), loss.get("sizes", [])

@@ -70,7 +70,7 @@ def main(settings: ExportSettings) -> Path:
     return out
 
 
-def check_folder(out: Path, run: Path, format: str) -> None:
+def check_folder(out: Path, run_dir: Path, format: str) -> None:
     """Raise UserError for a folder with anything but an earlier export of this run in this format."""
     if not out.is_dir() or not any(out.iterdir()):
         return
@@ -79,7 +79,7 @@ def check_folder(out: Path, run: Path, format: str) -> None:
     noted = noted_run(out / FILES[format])
     if noted is None:
         raise UserError(f"out={out}: the folder has files of other origin; choose another out=FOLDER, or remove it")
-    if noted != utf8(run.name):
+    if noted != utf8(run_dir.name):
         raise UserError(f"out={out}: the folder has an export of another run; choose another out=FOLDER, or remove it")
 
 
@@ -112,10 +112,10 @@ def export_mark(card: bytes) -> bytes:
     return b"<!-- The next export replaces this text unless it has been edited: %08x -->\n" % zlib.crc32(card)
 
 
-def model_card(run: Path, model: ClipModel, config: ModelConfig, note: dict[str, str], call: str) -> str:
+def model_card(run_dir: Path, model: ClipModel, config: ModelConfig, note: dict[str, str], call: str) -> str:
     """The text of README.md. `call` loads the folder; `note` has the run, its step and which weights."""
-    settings = dict(flatten(settings_of_run(run)))
-    results_by_step = {str(record["step"]): record["results"] for record in read_evaluations(run)}
+    settings = dict(flatten(settings_of_run(run_dir)))
+    results_by_step = {str(record["step"]): record["results"] for record in read_evaluations(run_dir)}
     was_evaluated = note["weights"] in WEIGHTS  # an average of weights was not evaluated
     results = with_start(results_by_step.get(note["step"], {}) if was_evaluated else {}, results_by_step.get("0", {}))
     scores = [result_tables(results)] if results else []
