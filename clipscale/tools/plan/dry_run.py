@@ -33,7 +33,7 @@ from clipscale.step.cache.encoder_io import ChunkOutput
 from clipscale.step.pair_encoder import PairEncoder, pair_encoder
 from clipscale.step.precision import AUTOCAST_DTYPES, Precision
 from clipscale.step.train_step import TrainStep
-from clipscale.tools.plan import ASSUMED
+from clipscale.tools.plan.assumed import ASSUMED
 from clipscale.tools.plan.block_meter import BlockMeter, leave_blocks_out
 from clipscale.tools.plan.memory_tracker import DryRunRuntime, MemoryTracker, cuda_autocast, without_memory
 from clipscale.tools.plan.state_memory import StateMemory, divided_among_ranks, state_memory
@@ -226,7 +226,7 @@ class DryRun:
 
     def measure_loss(self, batch: int) -> int:
         """Bytes that the loss of `batch` samples of this rank and its gradients take, beyond the features."""
-        size = ASSUMED.linear_from
+        size = ASSUMED.linear_from_samples
         if batch > 2 * size:
             low = self.loss(size)
             high = self.loss(2 * size)

@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from clipscale.loss.communicator import Communicator, WaitFn
 from clipscale.loss.runtime import LossRuntime, T
 from clipscale.loss.triton.tuning import INTERPRETER, TileShape, tiles_for
-from clipscale.tools.plan import ASSUMED
+from clipscale.tools.plan.assumed import ASSUMED
 
 # torch's CUDA allocator hands out multiples of this (c10/cuda/CUDACachingAllocator.cpp, kMinBlockSize).
 ROUND = 512

@@ -19,7 +19,7 @@ from clipscale.data.shards.counts import count_if_quick
 from clipscale.data.shards.listing import local_shards
 from clipscale.step.chunk_sizes import CPU_CHUNK, batch_norm_chunk, check_sizes
 from clipscale.step.measurements import USABLE_SHARE
-from clipscale.tools.plan import ASSUMED
+from clipscale.tools.plan.assumed import ASSUMED
 from clipscale.tools.plan.dry_run import DryRun, dry_run
 from clipscale.tools.plan.remedies import Remedy, possible_remedies
 from clipscale.tools.plan.render import render
@@ -72,9 +72,9 @@ class Prediction:
         # Memory that a step may take.
         self.free = math.inf
         if gpu:
-            self.workspace = ASSUMED.workspace_hopper if gpu.capability >= 90 else ASSUMED.workspace
+            self.workspace = ASSUMED.hopper_workspace_bytes if gpu.capability >= 90 else ASSUMED.workspace_bytes
             self.outside = bytes_outside_torch(config.ranks)
-            self.usable = int(gpu.memory_bytes * (1 - ASSUMED.reserve))
+            self.usable = int(gpu.memory_bytes * (1 - ASSUMED.reserved_share))
             self.free = self.usable - self.workspace - self.outside
 
     @cached_property

@@ -12,7 +12,7 @@ from typing import TypedDict
 from clipscale.data.loader.stream import layout_of, worker_count
 from clipscale.data.order import BatchShare, default_streams
 from clipscale.step.cache.kept_graphs import num_that_fit
-from clipscale.tools.plan import ASSUMED
+from clipscale.tools.plan.assumed import ASSUMED
 from clipscale.tools.plan.dry_run import ChunkMemory, DryRun
 from clipscale.tools.plan.settings import PlanConfig
 
@@ -169,11 +169,11 @@ def host_memory(config: PlanConfig, dry_run: DryRun, batch: int, step: float) ->
     layout = layout_of(data, batch, model.image_size, model.context_length, workers, dry_run.teachers)
     pictures = 3 * config.eval.batch if config.eval.has_sets else 0  # being decoded, waiting, and in a batch
     process = {
-        "process": ASSUMED.process if cpu else ASSUMED.cuda_process,
+        "process": ASSUMED.process_bytes if cpu else ASSUMED.cuda_process_bytes,
         "step": round(step) if cpu else 0,
         "batch": layout.memory_bytes(),
-        "shuffle windows": streams_of_rank * max(data.shuffle, 1) * ASSUMED.picture,
-        "loader workers": ASSUMED.loader + workers * ASSUMED.worker if workers else 0,
+        "shuffle windows": streams_of_rank * max(data.shuffle, 1) * ASSUMED.picture_bytes,
+        "loader workers": ASSUMED.loader_bytes + workers * ASSUMED.worker_bytes if workers else 0,
         "evaluation": pictures * 3 * dry_run.model.image_size**2,
     }
     node = config.gpus * sum(process.values())
@@ -182,4 +182,4 @@ def host_memory(config: PlanConfig, dry_run: DryRun, batch: int, step: float) ->
 
 def bytes_outside_torch(world_size: int) -> int:
     """Memory of a GPU that torch's allocator does not count."""
-    return int(ASSUMED.context + (ASSUMED.nccl if world_size > 1 else 0))
+    return int(ASSUMED.context_bytes + (ASSUMED.nccl_bytes if world_size > 1 else 0))

@@ -10,7 +10,7 @@ from typing import TypedDict
 from clipscale.common import files
 from clipscale.common.hardware import HARDWARE, Hardware
 from clipscale.loss.objective import OBJECTIVES
-from clipscale.tools.plan import ASSUMED
+from clipscale.tools.plan.assumed import ASSUMED
 from clipscale.tools.plan.dry_run import DryRun
 from clipscale.tools.plan.settings import PlanConfig
 
@@ -116,7 +116,7 @@ def step_time(
         "samples_per_s": rate(share),
         "range": [rate(low), rate(high)],
         "plain_samples_per_s": config.batch * share / min_seconds * (plain + second) / plain,
-        "cores": {side: rate(share) / config.nodes / decoded for side, decoded in ASSUMED.decoded.items()},
+        "cores": {side: rate(share) / config.nodes / decoded for side, decoded in ASSUMED.decoded_per_s.items()},
         "run_s": config.samples / rate(share) if config.samples else None,
     }
 

@@ -19,7 +19,8 @@ from clipscale.common.hardware import HARDWARE
 from clipscale.common.units import format_count, parse_count
 from clipscale.config.model import ModelConfig
 from clipscale.models.towers import build_model
-from clipscale.tools.plan import ASSUMED, planner, step_time
+from clipscale.tools.plan import planner, step_time
+from clipscale.tools.plan.assumed import ASSUMED
 from clipscale.tools.plan.dry_run import dry_run
 from clipscale.tools.plan.planner import plan
 from clipscale.tools.plan.render import render
@@ -82,7 +83,7 @@ def test_adapters_take_little_beside_their_frozen_weights(capsys: Capture) -> No
     assert every - trained == sum(p.numel() for p in without.parameters()) - 1, "but for the logit scale"
     # A number in float32, AdamW's two moments of what trains, and cuBLAS's workspaces.
     held = planned["device"]["phases"]["encode"]["before_bytes"]
-    assert held == pytest.approx(4 * (every + 2 * trained) + ASSUMED.workspace, rel=0.05)
+    assert held == pytest.approx(4 * (every + 2 * trained) + ASSUMED.workspace_bytes, rel=0.05)
     page = render("page", **planned, config=plan_settings(*words), here=False)
     assert re.search(r"\S+k of \S+M parameters train; the others have no gradients", page)
 
