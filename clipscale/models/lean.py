@@ -301,20 +301,20 @@ class LeanHuggingFace(Replacement, HFTextEncoder):
 class LeanDecoder(Replacement, MultimodalTransformer):
     """A captioner's decoder: an image's tokens (N, P, W) and a caption's (N, T, W) -> logits (N, T, V).
 
-    With `wanted`, bool (N, T), the logits of these K tokens alone, (K, V).
+    With `label_mask`, bool (N, T), the logits of these K tokens alone, (K, V).
     """
 
-    # Whether the caller may pass `wanted`. A dry run may not: its tensors have no values by which to choose tokens.
+    # Whether the caller may pass `label_mask`. A dry run may not: its tensors have no values by which to choose tokens.
     accepts_label_mask = True
 
-    def forward(self, image: Tensor, x: Tensor, wanted: Tensor | None = None) -> Tensor:
+    def forward(self, image: Tensor, x: Tensor, label_mask: Tensor | None = None) -> Tensor:
         for block, cross in zip(self.resblocks, self.cross_attn, strict=True):
             if self.grad_checkpointing:
                 x = checkpoint(block, x, True, use_reentrant=False)
                 x = checkpoint(cross, x, image, image, use_reentrant=False)
             else:
                 x = cross(block(x, True), image, image)
-        return self.ln_final(x if wanted is None else x[wanted]) @ self.text_projection
+        return self.ln_final(x if label_mask is None else x[label_mask]) @ self.text_projection
 
 
 def run_blocks(

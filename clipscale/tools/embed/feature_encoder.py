@@ -33,7 +33,7 @@ GROUP_BYTES = 128 << 20
 class Group:
     """Consecutive samples with their features."""
 
-    raws: Sequence[RawSample]
+    raw_samples: Sequence[RawSample]
     captions: Sequence[str | None]
     # (n, K, D). A feature of a sample without a usable picture or text is NaN.
     rows: np.ndarray
@@ -51,10 +51,10 @@ class FeatureEncoder:
     captions: Sequence[str]
     transform: EvalTransform
 
-    def groups(self, raws: Iterable[RawSample], batch: int, dtype: str) -> Iterator[Group]:
+    def groups(self, raw_samples: Iterable[RawSample], batch: int, dtype: str) -> Iterator[Group]:
         """All samples in their order, at most `batch` in a group. Threads decode the next group meanwhile."""
         with ThreadPool(THREADS) as pool:
-            for group, pictures in prefetched(pool, self.pixels, batches(raws, batch)):
+            for group, pictures in prefetched(pool, self.pixels, batches(raw_samples, batch)):
                 captions = [self.caption(raw) for raw in group]
                 images = self.encode(self.model.image, lambda x: torch.from_numpy(np.stack(x)), pictures.get())
                 texts = self.encode(self.model.text, self.model.tokenizer, captions)
@@ -83,11 +83,11 @@ class FeatureEncoder:
         return None
 
 
-def batches(raws: Iterable[RawSample], most: int) -> Iterator[list[RawSample]]:
+def batches(raw_samples: Iterable[RawSample], most: int) -> Iterator[list[RawSample]]:
     """Groups of consecutive samples, each of at most `most`. A group also ends once it has GROUP_BYTES."""
     batch = []
     size = 0
-    for raw in raws:
+    for raw in raw_samples:
         batch.append(raw)
         size += sum(map(len, raw.members.values()))
         if len(batch) == most or size >= GROUP_BYTES:

@@ -52,19 +52,19 @@ ARRAYS = "features"
 DAMAGED_SHARD = ("truncated_shard", "unreadable_shard")
 
 
-class Embedded(TypedDict):
+class EmbedResult(TypedDict):
     """The folder of features, and the samples that were embedded."""
 
     out: str
     samples: int
 
 
-def main(config: EmbedConfig) -> Embedded:
+def main(config: EmbedConfig) -> EmbedResult:
     """Write features on `launch.procs` processes, or as one of torchrun's."""
-    return cast(Embedded, local.launch(config, f"{__name__}:work"))
+    return cast(EmbedResult, local.launch(config, f"{__name__}:work"))
 
 
-def work(config: EmbedConfig) -> Embedded:
+def work(config: EmbedConfig) -> EmbedResult:
     """Do one process's part. Raises UserError."""
     world = init_world(config.device, config.launch.timeout_s)
     out = Path(config.out).expanduser()
@@ -238,10 +238,10 @@ def shard_groups(encoder: FeatureEncoder, config: EmbedConfig, url: str) -> Iter
     problem = ReadFailure()
     captions = {source.partition(":")[0] for source in encoder.captions}
     kinds = None if config.teacher else size_limits_of(IMAGE_TYPES, captions)
-    raws = read_shard(url, problem, size_limits=kinds)
+    raw_samples = read_shard(url, problem, size_limits=kinds)
     missing = samples = 0
-    for group in encoder.groups(raws, config.batch, config.dtype):
-        samples += len(group.raws)
+    for group in encoder.groups(raw_samples, config.batch, config.dtype):
+        samples += len(group.raw_samples)
         missing += int(np.isnan(group.rows).all(2).any(1).sum())
         yield group
     if missing:
@@ -260,7 +260,7 @@ def write_npy(path: Path, groups: Iterable[Group]) -> None:
     lines = []
     for group in groups:
         rows.append(group.rows)
-        for raw, caption in zip(group.raws, group.captions):
+        for raw, caption in zip(group.raw_samples, group.captions):
             lines.append(json.dumps({"key": raw.key, "caption": caption}) + "\n")
     for number, side in enumerate(SIDES):
         with files.replacing(array_path(path, side)) as file:
@@ -273,7 +273,7 @@ def write_tar(path: Path, groups: Iterable[Group], teacher: str) -> None:
     member = f"{teacher}.npy"
     with shard_writer(path) as writer:
         for group in groups:
-            for raw, features in zip(group.raws, group.rows):
+            for raw, features in zip(group.raw_samples, group.rows):
                 members = {name: data for name, data in raw.members.items() if name not in ("", member)}
                 if not np.isnan(features).any():
                     members[member] = encoded_array(features)

@@ -185,7 +185,7 @@ class DryRun:
         encoder = self.step.cache.encoders[tower]
         rows = self.inputs if self.trains_captioner else self.inputs[tower : tower + 1]
         cast_weights = CastWeights()
-        if self.memory.casts[tower]:
+        if self.memory.cast_weights[tower]:
             cast_weights.start_step(encoder, self.step.precision.autocast, 1 if only_chunk else 2)
 
         def encoded() -> list[Tensor]:

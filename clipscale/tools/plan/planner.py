@@ -107,7 +107,7 @@ class Prediction:
                 share = USABLE_SHARE["cpu"]
                 free = (self.config.host_memory or free_memory()) / self.config.gpus
             budget = step.budget(self.dry_run.memory.state + share * (free - self.dry_run.memory.state))
-        return step.within(budget)
+        return step.memory_within(budget)
 
     def host_memory(self, batch: int, memory: StepMemory) -> HostMemory:
         """Host memory of a node, in a step of `batch` samples on a rank."""

@@ -60,11 +60,11 @@ class StateMemory:
     # Bytes of gradients while a tower's chunks add to them.
     gradients: list[int]
     # Bytes of gradients after a tower's last chunk. Under DDP 0: they are views of the buckets.
-    summed: list[int]
+    summed_gradients: list[int]
     # Bytes of gradients during a tower's replay if it has a single chunk, beyond those that the pass itself makes.
-    single_chunk: list[int]
+    single_chunk_gradients: list[int]
     # Bytes of the weights that a step of several chunks casts once.
-    casts: list[int]
+    cast_weights: list[int]
     gathered: list[GatheredWeights]
 
 
@@ -118,9 +118,9 @@ def state_memory(step: TrainStep, towers: Sequence[nn.Module], tracker: MemoryTr
         state=tracker.live - before + omitted,
         update=update,
         gradients=gradients,
-        summed=gradients,
-        single_chunk=[0, 0],
-        casts=[cast_bytes(tower, step.precision) for tower in towers],
+        summed_gradients=gradients,
+        single_chunk_gradients=[0, 0],
+        cast_weights=[cast_bytes(tower, step.precision) for tower in towers],
         gathered=[GatheredWeights(), GatheredWeights()],
     )
 
@@ -146,7 +146,7 @@ def divided_among_ranks(
     the others whole, and what lies outside of all.
     """
     if parallel == "ddp":
-        return replace(memory, state=memory.state + sum(memory.gradients), summed=[0, 0])
+        return replace(memory, state=memory.state + sum(memory.gradients), summed_gradients=[0, 0])
     gathered_dtype = dtype if PER_PARAMETER else torch.float32
     sharded = [[module for module in modules if trains(module)] for modules in towers]
     divided = {p for modules in sharded for module in modules for p in module.parameters()}
@@ -159,8 +159,8 @@ def divided_among_ranks(
         state=undivided + (memory.state - undivided) // world_size,
         update=memory.update // world_size,
         gradients=share,
-        summed=share,
-        single_chunk=share,
-        casts=[0, 0],
+        summed_gradients=share,
+        single_chunk_gradients=share,
+        cast_weights=[0, 0],
         gathered=gathered,
     )

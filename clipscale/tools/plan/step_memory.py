@@ -102,12 +102,12 @@ class StepEstimate:
         before["replay"] = live
         for i, name in enumerate(TOWERS):
             if dry_run.trained[i]:
-                added = dry_run.memory.single_chunk if self.only_chunk[i] else dry_run.memory.gradients
+                added = dry_run.memory.single_chunk_gradients if self.only_chunk[i] else dry_run.memory.gradients
                 replay = self.passes[i].replay
                 if kept[i]:  # all kept graphs are freed before the first chunk is encoded again
                     replay -= self.passes[i].graph
                 peak[f"replay {name}"] = live + added[i] + replay + dry_run.memory.gathered[i].replay
-            live += dry_run.memory.summed[i] - held[i] - gradients[i]
+            live += dry_run.memory.summed_gradients[i] - held[i] - gradients[i]
         before["optim"] = live
         peak["optim"] = live + dry_run.memory.update
         return StepMemory(before, peak, kept, kept_images)
@@ -120,7 +120,7 @@ class StepEstimate:
             size += self.rows[tower] * self.dry_run.row_bytes[tower]
         size += memory.gathered[tower].held
         if not self.only_chunk[tower]:
-            size += memory.casts[tower]
+            size += memory.cast_weights[tower]
         return size + kept * self.passes[tower].graph
 
     def budget(self, most: float) -> float:
@@ -132,13 +132,13 @@ class StepEstimate:
         highest = max(size + if_kept.get(part, 0) for part, size in self.memory().peak.items())
         return max(0.0, most - highest)
 
-    def within(self, budget: float) -> StepMemory:
+    def memory_within(self, budget: float) -> StepMemory:
         """The memory if `budget` bytes are for outputs of a frozen image tower, and what remains is for graphs."""
         size = self.dry_run.image_output_bytes
         kept_images = min(self.batch, int(budget // size)) if size else 0
-        return self.memory(self.kept(budget - kept_images * size), kept_images)
+        return self.memory(self.num_kept(budget - kept_images * size), kept_images)
 
-    def kept(self, budget: float) -> TowerPair:
+    def num_kept(self, budget: float) -> TowerPair:
         """The number of chunks whose graphs GradCache would keep in `budget` bytes."""
         image_graph, text_graph = (chunk.graph for chunk in self.passes)
         images = num_that_fit(budget, self.counts[0], image_graph)

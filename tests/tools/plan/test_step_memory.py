@@ -24,7 +24,7 @@ def predicted(config: TrainConfig, ranks: int = 1, capability: int | None = None
     """A step with what `cache.keep` bytes hold."""
     chunk = int(config.cache.chunk[0])
     with dry_run(config, ranks, capability) as run:
-        return StepEstimate(run, config.batch // ranks, (chunk, chunk)).within(config.cache.keep_bytes or 0)
+        return StepEstimate(run, config.batch // ranks, (chunk, chunk)).memory_within(config.cache.keep_bytes or 0)
 
 
 def figures(step: StepMemory, growth: bool, peaks: bool) -> dict[str, float]:
@@ -73,7 +73,7 @@ def test_the_memory_of_kept_graphs_is_predicted(name: str, share: float, kept: i
     with dry_run(config, 1, None) as run:
         model = StepEstimate(run, 96, (16, 16))
         budget = int(share * 6 * sum(each.graph for each in model.passes))
-        step = model.within(budget)
+        step = model.memory_within(budget)
     config = replace(config, cache=replace(config.cache, keep=str(budget)))
     assert_agree(step, measured(config), growth=False)
     assert sum(step.kept) >= kept
