@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 
-class Cast(NamedTuple):
+class HalfWeights(NamedTuple):
     """A layer's weight and bias in half precision, without a graph. They replace the layer's own in a pass."""
 
     weight: Tensor
@@ -16,11 +16,11 @@ class Cast(NamedTuple):
 
 
 class CastLayer:
-    """A base of modules with a linear layer. In a pass, `cast` replaces the layer's weight and bias."""
+    """A base of modules with a linear layer. In a pass, `half_weights` replace the layer's weight and bias."""
 
-    cast: Cast | None = None
-    # False for a module that calls its linear layer as a module, which has a cast of its own.
-    takes_cast: bool = True
+    half_weights: HalfWeights | None = None
+    # False for a module that calls its linear layer as a module, which has half weights of its own.
+    accepts_half_weights: bool = True
 
     def weights(self) -> tuple[Tensor, Tensor | None]:
         """The layer's weight (outputs, inputs) and bias (outputs,)."""

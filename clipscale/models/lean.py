@@ -120,7 +120,7 @@ class LeanBlock(Replacement, CastLayer, ResidualAttentionBlock):
 
     def project(self, y: Tensor) -> Tensor:
         """Queries, keys and values of every token: (N, T, W) -> (N, T, 3 W)."""
-        return linear(y, *self.weights(), self.cast)
+        return linear(y, *self.weights(), self.half_weights)
 
     def project_from(self, token: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
         """The query of one token (N, 1, W), and keys and values of every token (N, T, 2 W)."""

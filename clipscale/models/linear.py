@@ -11,15 +11,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from clipscale.common.half_precision import Cast, CastLayer, add_half_product
+from clipscale.common.half_precision import CastLayer, HalfWeights, add_half_product
 from clipscale.models.replacement import Replacement
 
 
 class CastLinear(Replacement, CastLayer, nn.Linear):
-    """torch's linear layer. In a pass with `cast` it computes with the cast's weight and bias, in their dtype."""
+    """torch's linear layer. In a pass with `half_weights` it computes with these, in their dtype."""
 
     def forward(self, x: Tensor) -> Tensor:
-        return linear(x, self.weight, self.bias, self.cast)
+        return linear(x, self.weight, self.bias, self.half_weights)
 
     def weights(self) -> tuple[Tensor, Tensor | None]:
         return self.weight, self.bias
@@ -32,18 +32,20 @@ def replace_linear_layers(encoder: nn.Module) -> None:
             encoder.set_submodule(name, CastLinear(module))
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None, cast: Cast | None) -> Tensor:
-    """x W' + b: (..., inputs) -> (..., outputs). With a `cast` W and b are the cast's, and so is the dtype."""
-    if cast is None:
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None, half_weights: HalfWeights | None) -> Tensor:
+    """x W' + b: (..., inputs) -> (..., outputs). With `half_weights` W and b are those, and so is the dtype."""
+    if half_weights is None:
         return F.linear(x, weight, bias)
     # Who adds the weight's gradient to `.grad`:
-    #   x requires a gradient   our backward pass, if the cast accumulates. The weight need not be an input then.
+    #   x requires a gradient   our backward pass, if `half_weights` accumulates. The weight need not be an input then.
     #   it requires none        autograd. It calls our backward pass only if an input requires a gradient: the weight is
     #                           given as one.
     # `.grad` is read here, in the tower's pass. Before the pass DDP may still replace it.
-    grad_sink = weight.grad if cast.accumulates and x.requires_grad else None
-    x = x.to(cast.weight.dtype)
-    return _Linear.apply(x, weight if grad_sink is None else None, bias, cast.weight, cast.bias, grad_sink)
+    grad_sink = weight.grad if half_weights.accumulates and x.requires_grad else None
+    x = x.to(half_weights.weight.dtype)
+    return _Linear.apply(
+        x, weight if grad_sink is None else None, bias, half_weights.weight, half_weights.bias, grad_sink
+    )
 
 
 class _Linear(torch.autograd.Function):

@@ -32,7 +32,7 @@ class AdaptedBlock(LeanBlock):
     """A `LeanBlock` with an `AdaptedAttention`."""
 
     attn: AdaptedAttention
-    takes_cast = False
+    accepts_half_weights = False
 
     def __init__(self, block: LeanBlock) -> None:
         super().__init__(block)

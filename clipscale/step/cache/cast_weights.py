@@ -8,7 +8,7 @@ from functools import cache, partial
 import torch
 from torch import Tensor, nn
 
-from clipscale.common.half_precision import Cast, CastLayer
+from clipscale.common.half_precision import CastLayer, HalfWeights
 from clipscale.step.cache.gradient_sync import finds_unused, is_collective, offers_no_sync
 
 
@@ -37,7 +37,7 @@ class CastWeights:
     with a graph has used ends the step without a gradient, as with autograd.
     """
 
-    layers: list[tuple[CastLayer, Cast]] = field(default_factory=list)
+    layers: list[tuple[CastLayer, HalfWeights]] = field(default_factory=list)
     # Each weight's gradient. Kept graphs hold the same tensor, to add to it in their backward pass.
     gradients: dict[Tensor, Tensor] = field(default_factory=dict)
     # Zeros in the place of a missing gradient, by weight, and their version: torch counts the changes of a tensor.
@@ -61,7 +61,7 @@ class CastWeights:
         for layer, dtype in layers_to_cast(encoder, autocast):
             weight, bias = layer.weights()
             half_bias = None if bias is None else bias.detach().to(dtype)
-            self.layers.append((layer, Cast(weight.detach().to(dtype), half_bias, accumulates=False)))
+            self.layers.append((layer, HalfWeights(weight.detach().to(dtype), half_bias, accumulates=False)))
 
     def end_step(self) -> None:
         """Drop the cast weights, and the gradients to which nothing has been added."""
@@ -130,16 +130,16 @@ class CastWeights:
 
 
 @contextmanager
-def using_cast_weights(layers: Sequence[tuple[CastLayer, Cast]], *, accumulates: bool) -> Iterator[None]:
+def using_cast_weights(layers: Sequence[tuple[CastLayer, HalfWeights]], *, accumulates: bool) -> Iterator[None]:
     """Inside, the layers use their cast weights. `accumulates`: the gradients of trained ones are added to `.grad`."""
     try:
-        for layer, cast in layers:
+        for layer, half_weights in layers:
             weight, _ = layer.weights()
-            layer.cast = cast._replace(accumulates=accumulates and weight.requires_grad)
+            layer.half_weights = half_weights._replace(accumulates=accumulates and weight.requires_grad)
         yield
     finally:
         for layer, _ in layers:
-            layer.cast = None
+            layer.half_weights = None
 
 
 def layers_to_cast(
@@ -148,7 +148,7 @@ def layers_to_cast(
     """The layers whose weights autocast casts, each with the type that it casts to."""
     dtype_on = cache(partial(autocast_dtype, autocast))
     for layer in encoder.modules():
-        if isinstance(layer, CastLayer) and layer.takes_cast:
+        if isinstance(layer, CastLayer) and layer.accepts_half_weights:
             weight, _ = layer.weights()
             dtype = dtype_on(weight.device.type)
             if dtype and weight.dtype == torch.float32 and not has_hooks(weight):

@@ -292,8 +292,8 @@ def test_a_weight_is_cast_once_however_many_chunks() -> None:
         with Casts() as casts:
             cached(model, chunks).step(*samples(N))
         assert casts.elements.count(weights) == layers
-    cast = [module.cast for module in model.modules() if isinstance(module, CastLayer)]
-    assert cast and all(weights is None for weights in cast), "an evaluation uses the new weights"
+    half_weights = [module.half_weights for module in model.modules() if isinstance(module, CastLayer)]
+    assert half_weights and all(weights is None for weights in half_weights), "an evaluation uses the new weights"
 
 
 def test_autocast_is_asked_for_its_type_once_however_many_layers() -> None:
