@@ -152,7 +152,7 @@ def ignore_warning_of_one_process() -> None:
 
 @contextmanager
 def damaged_checkpoint_to_user_error(path: Path, caught: tuple[type[Exception], ...] = DAMAGED) -> Iterator[None]:
-    """Around code that reads a checkpoint's files: turns the `caught` errors into a UserError.
+    """Context of code that reads a checkpoint's files: turns the `caught` errors into a UserError.
 
     `caught`: DAMAGED where a checkpoint is verified, which may then be renamed; else DAMAGED_OR_FOREIGN.
     """

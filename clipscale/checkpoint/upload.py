@@ -71,7 +71,8 @@ class CheckpointUploader:
 
     @contextmanager
     def upload_choice_locked(self) -> Iterator[list[Path]]:
-        """Inside, the uploader chooses no other checkpoint. Yields the one that is being uploaded, if there is one.
+        """In this context, the uploader chooses no other checkpoint. Yields the one that is being uploaded, if there is
+        one.
 
         Delete the run's outdated checkpoints inside. The uploader lists the checkpoints and then chooses the newest,
         which could otherwise be deleted between the two.
@@ -160,7 +161,7 @@ def copy_checkpoint(store: DirFileSystem, path: Path) -> None:
 
 @contextmanager
 def finish_copy_on_failed_start(uploader: CheckpointUploader | None, world: World, limit_s: float) -> Iterator[None]:
-    """Around the start of a later stage. If it fails, waits at most `limit_s` for the copy of the stage before."""
+    """Context of the start of a later stage. If it fails, waits at most `limit_s` for the copy of the stage before."""
     try:
         yield
     except UserError:

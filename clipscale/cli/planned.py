@@ -51,7 +51,7 @@ def check_plan(connection: Connection) -> None:
 
 @contextmanager
 def planning(config: TrainConfig, *, forked: bool) -> Iterator[Callable[[], None]]:
-    """Around a run: plans it in a process of its own. Yields `check_plan` of this plan.
+    """Context of a run: plans it in a process of its own. Yields `check_plan` of this plan.
 
     Exactly one process may call it: this one, or a worker, which it is sent to.
 

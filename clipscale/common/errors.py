@@ -58,7 +58,7 @@ def clear_frames(error: BaseException) -> None:
 
 @contextmanager
 def to_user_error(problem: str, remedy: str = "") -> Iterator[None]:
-    """Around work of a library: turns each of its errors into a UserError, `PROBLEM (why)REMEDY`.
+    """Context of work of a library: turns each of its errors into a UserError, `PROBLEM (why)REMEDY`.
 
     AttributeError, TypeError and LookupError keep their type's name in `why`, since they may be a bug of this program.
     AssertionError and NameError are bugs if this program raised them, and pass unchanged. If a library raised them, it

@@ -194,7 +194,7 @@ def write_json(path: Path, value: object) -> None:
 
 @contextmanager
 def damage_to_user_error(subject: str, path: str | Path, remedy: str) -> Iterator[None]:
-    """Around code that reads or writes a file: turns what DAMAGED_OR_FOREIGN has into a UserError.
+    """Context of code that reads or writes a file: turns what DAMAGED_OR_FOREIGN has into a UserError.
 
     Its message: `SUBJECT: PATH (why); REMEDY`.
     """

@@ -35,7 +35,7 @@ def model_description(name: str) -> Record:
 
 @contextmanager
 def hidden_packages(*packages: str) -> Iterator[None]:
-    """Inside, these packages are not found, unless they are imported already.
+    """In this context, these packages are not found, unless they are imported already.
 
     For packages that another package imports if it finds them. Python does not find a module that is None in
     sys.modules (language reference, 5.3.1).

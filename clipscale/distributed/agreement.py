@@ -71,7 +71,7 @@ def run_long_on_rank0(world: World, work: Callable[[], T]) -> T:
 
 @contextmanager
 def sending_heartbeats(world: World) -> Iterator[None]:
-    """Around work of rank 0: a thread sends None to the other ranks, at once and then every HEARTBEAT_S seconds."""
+    """Context of rank 0's work: a thread sends None to the other ranks, at once and then every HEARTBEAT_S seconds."""
     has_ended = Event()
 
     def send_heartbeats() -> None:

@@ -41,7 +41,7 @@ class ShardedTower(nn.Module):
 
     @contextmanager
     def gradient_sync(self, is_last_backward: bool) -> Iterator[None]:
-        """Around the pass of a chunk, as `GradCache` asks: decides whether its backward pass shards the weights again.
+        """Context of a chunk's pass, for `GradCache`: decides whether its backward pass shards the weights again.
 
         In ZeRO's stage 3 every chunk's backward pass does, in stage 2 only the step's last one. In both stages every
         backward pass sums gradients.

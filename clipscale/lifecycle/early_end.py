@@ -54,8 +54,8 @@ def can_save_after(error: Exception, run: Savable) -> bool:
 
 @contextmanager
 def saving_on_early_end(run: Savable) -> Iterator[None]:
-    """Around a run's loop: saves the completed steps after a signal, and after an error for which `can_save_after` is
-    true.
+    """Context of a run's loop: saves the completed steps after a signal, and after an error for which `can_save_after`
+    is true.
 
     After a signal, raises StoppedError, or what the save raises, such as UnwritableError. After an error, raises that
     error; a save that fails is then only a warning.
@@ -80,7 +80,7 @@ def saving_on_early_end(run: Savable) -> Iterator[None]:
 def stop_if_folder_removed(
     lock: RunLock | None, world: World, wait_for_save: Callable[[], None], step: int
 ) -> Iterator[None]:
-    """Around a save. If somebody has removed the run's folder, makes a new one, saves into it, and ends the run.
+    """Context of a save. If somebody has removed the run's folder, makes a new one, saves into it, and ends the run.
 
     `lock`: the folder's lock; None if nobody else uses the folder. `wait_for_save()` returns when the save is complete.
     `step`: the step that is saved.
@@ -104,8 +104,8 @@ def stop_if_folder_removed(
 
 @contextmanager
 def closing_all(*resources: Closable) -> Iterator[None]:
-    """Around a run's loop: closes the run's parts, the first one first. All are closed, even if the loop or a `close`
-    raises."""
+    """Context of a run's loop: closes the run's parts, the first one first. All are closed, even if the loop or a
+    `close` raises."""
     with ExitStack() as stack:
         for resource in reversed(resources):
             stack.callback(resource.close)

@@ -152,7 +152,7 @@ class _FirstSignal:
 
 @contextmanager
 def exit_on_signal(suffix: str = "") -> Iterator[None]:
-    """Around work that has nothing to save, such as a start: a signal ends it by StoppedError.
+    """Context of work that has nothing to save, such as a start: a signal ends it by StoppedError.
 
     After the first signal:
     -  0 s: the handler interrupts the main thread, and StoppedError leaves this context;

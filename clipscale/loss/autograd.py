@@ -286,7 +286,8 @@ def _gradient_dtype(call: LossCall, features: Tensor) -> torch.dtype:
 
 @contextlib.contextmanager
 def matmul_precision(call: LossCall, device: torch.device) -> Iterator[None]:
-    """Inside, autocast is off, since features are cast already, and float32 matmuls have IEEE precision on CUDA."""
+    """In this context, autocast is off, since features are cast already, and float32 matmuls have IEEE precision on
+    CUDA."""
     matmuls: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
     # A module keeps the caller's setting.
     if device.type == "cuda" and call.similarity.is_dot_product:
@@ -304,7 +305,8 @@ def takes_half_precision(inputs: Inputs) -> bool:
 
 @contextlib.contextmanager
 def replay_rng(state: RandomState | None) -> Iterator[None]:
-    """Inside, random numbers are drawn as from `state`, for tiles in the same order. Restores the generators after.
+    """In this context, random numbers are drawn as from `state`, for tiles in the same order. Restores the generators
+    after.
 
     Does nothing for None.
     """

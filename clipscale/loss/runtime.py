@@ -103,7 +103,7 @@ def _capability(device: torch.device) -> int:
 
 @contextlib.contextmanager
 def float32_matmuls(precision: str) -> Iterator[None]:
-    """Inside, matmuls of float32 on CUDA have this precision, "ieee" or "tf32".
+    """In this context, matmuls of float32 on CUDA have this precision, "ieee" or "tf32".
 
     `allow_tf32` sets torch's old and new interface alike. After the new one alone, reading the old one raises, as
     Inductor does.

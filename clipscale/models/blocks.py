@@ -26,8 +26,8 @@ def repeated_blocks(tower: nn.Module) -> tuple[nn.ModuleList | nn.Sequential, li
 
 @contextmanager
 def two_blocks(tower: nn.Module) -> Iterator[tuple[nn.Module | None, int]]:
-    """Inside, the tower has only two of its identical blocks. Yields the second block, and how many blocks it stands
-    for; None and 1 if there are no more than two.
+    """In this context, the tower has only two of its identical blocks. Yields the second block, and how many blocks it
+    stands for; None and 1 if there are no more than two.
 
     The first block stands for itself alone: its input may need no gradient. A decoder keeps all its blocks, because it
     has two lists of blocks, which it calls in pairs.

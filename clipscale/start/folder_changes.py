@@ -40,7 +40,7 @@ def prepare_checkpoint_to_resume(config: TrainConfig, world: World, *, fetch_cop
 
 @contextmanager
 def writing_records(run_dir: Path) -> Iterator[None]:
-    """Around what writes files of a run's folder: turns an OSError into a UserError."""
+    """Context of code that writes a run's records: turns an OSError into a UserError."""
     try:
         yield
     except OSError as error:

@@ -125,5 +125,6 @@ def run_every_pass(
 
 
 def eager_for_new_shapes(is_compiled: bool) -> AbstractContextManager[object]:
-    """Around an evaluation: shapes without compiled code run eagerly, and are not compiled in a later evaluation."""
+    """Context of an evaluation: shapes without compiled code run eagerly, and are not compiled in a later
+    evaluation."""
     return torch.compiler.set_stance("eager_on_recompile") if is_compiled else nullcontext()

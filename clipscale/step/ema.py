@@ -45,7 +45,7 @@ class WeightEma:
 
     @contextmanager
     def swapped_in(self) -> Iterator[None]:
-        """Inside, the model has the averaged weights. Needs memory for one more copy of the weights."""
+        """In this context, the model has the averaged weights. Needs memory for one more copy of the weights."""
         before = self._copy()
         self._set(self.values)
         try:

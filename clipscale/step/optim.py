@@ -93,7 +93,7 @@ def fast_muon(muon: timm.optim.Muon) -> FastMuon:
 
 
 class Float32OnCpu(TorchFunctionMode):
-    """Inside, a conversion of a CPU tensor to bfloat16 does nothing."""
+    """In this context, a conversion of a CPU tensor to bfloat16 does nothing."""
 
     def __torch_function__(
         self,

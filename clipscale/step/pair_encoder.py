@@ -39,7 +39,7 @@ class ShardedPairEncoder(PairEncoder):
 
     @contextmanager
     def gradient_sync(self, is_last_backward: bool) -> Iterator[None]:
-        """Around the pass of a chunk, as `GradCache` asks: the contexts of both towers and of the decoder."""
+        """Context of a chunk's pass, for `GradCache`: joins the contexts of both towers and of the decoder."""
         with ExitStack() as contexts:
             for module in self.captioner.children():
                 contexts.enter_context(sync_context(module, is_last_backward=is_last_backward))

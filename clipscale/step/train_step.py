@@ -266,13 +266,13 @@ class TrainStep:
 
     @contextmanager
     def phase(self, timer: StepTimer, name: str, step: int) -> Iterator[None]:
-        """Around a phase of a step, which the timer measures. Raises as `out_of_memory_as_user_error` does."""
+        """Context of a phase of a step, which the timer measures. Raises as `out_of_memory_as_user_error` does."""
         with self.out_of_memory_as_user_error(name, step), timer(name):
             yield
 
     @contextmanager
     def out_of_memory_as_user_error(self, part: str, step: int) -> Iterator[None]:
-        """Around a part of a step. Raises UserError if the device runs out of memory."""
+        """Context of a part of a step. Raises UserError if the device runs out of memory."""
         try:
             yield
         except torch.OutOfMemoryError as error:

@@ -92,7 +92,7 @@ def keys(n: int, seed: int = 0) -> Tensor:
 
 @contextmanager
 def tiles_of(side: int | None) -> Iterator[None]:
-    """Inside, the torch backend's tiles have this side; None: its own choice."""
+    """In this context, the torch backend's tiles have this side; None: its own choice."""
     with ExitStack() as stack:
         for similarity in (DotProduct, ModuleSimilarity) if side else ():
             stack.enter_context(mock.patch.object(similarity, "tile_shape", lambda *_: (side, side)))

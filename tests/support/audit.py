@@ -20,7 +20,7 @@ def _hook(event: str, arguments: tuple[object, ...]) -> None:
 
 @contextmanager
 def heard(listener: Listener) -> Iterator[None]:
-    """Inside, `listener` gets every event."""
+    """In this context, `listener` gets every event."""
     if not _set:
         _set.append(True)
         sys.addaudithook(_hook)

@@ -200,7 +200,7 @@ def objective(result: RunResult, metric: str) -> float:
 
 @contextmanager
 def stopping_jobs(folder: JobFolder, jobs: Sequence[Job], advice: str) -> Iterator[None]:
-    """Around joblib's work: at the first signal all runs save, and then StoppedError is raised.
+    """Context of joblib's work: at the first signal all runs save, and then StoppedError is raised.
 
     joblib itself kills its processes when this process is interrupted. Other launchers run jobs in this process, or not
     in its children. Further signals change nothing, but a later Ctrl-C raises KeyboardInterrupt.

@@ -27,7 +27,7 @@ def warm_up() -> None:
 
 @contextmanager
 def short_folder() -> Iterator[None]:
-    """Inside, sockets are made in /tmp if TMPDIR is too long. Python does the same from 3.14 on."""
+    """In this context, sockets are made in /tmp if TMPDIR is too long. Python does the same from 3.14 on."""
     usual = tempfile.tempdir
     if len(os.fsencode(tempfile.gettempdir())) > MAX_FOLDER_BYTES:
         tempfile.tempdir = "/tmp"

@@ -107,7 +107,7 @@ def run_worker(connection: Connection, spec: WorkerSpec, arena: Arena, status: "
 
 @contextmanager
 def _ended_if_lost() -> Iterator[None]:
-    """Around a worker's use of its connection: ends the worker if the training process is gone."""
+    """Context of a worker's use of its connection: ends the worker if the training process is gone."""
     try:
         yield
     except (EOFError, ConnectionError) as error:

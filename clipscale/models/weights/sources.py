@@ -68,7 +68,7 @@ class Source:
     key: str = ""
 
     def unreadable_to_user_error(self) -> AbstractContextManager[None]:
-        """Around code that reads the files. Raises UserError for damaged ones."""
+        """Context of code that reads the files. Raises UserError for damaged ones."""
         return to_user_error(f"{self.setting} cannot be read as weights")
 
 

@@ -79,7 +79,7 @@ class CastWeights:
 
     @contextmanager
     def in_pass(self, *, builds_graph: bool, is_last_backward: bool) -> Iterator[None]:
-        """Around a pass of one chunk: the layers use their cast weights.
+        """Context of a pass of one chunk: the layers use their cast weights.
 
         `builds_graph`: the pass builds a graph, whose backward pass, now or later, adds to the weights' `.grad`.
         `is_last_backward`: that backward pass is the encoder's last one in the step. DDP then needs autograd's own
@@ -96,7 +96,8 @@ class CastWeights:
 
     @contextmanager
     def accumulating(self) -> Iterator[None]:
-        """Inside, the `.grad` of each trained weight is its accumulator, which stays the same for the whole step.
+        """In this context, the `.grad` of each trained weight is its accumulator, which stays the same for the whole
+        step.
 
         DDP may replace `.grad` when the pass begins, and the pass's graph then adds to the new tensor. This is why the
         accumulator is noted after the pass, also after one that fails.
@@ -131,7 +132,8 @@ class CastWeights:
 
 @contextmanager
 def using_cast_weights(layers: Sequence[tuple[CastLayer, HalfWeights]], *, accumulates: bool) -> Iterator[None]:
-    """Inside, the layers use their cast weights. `accumulates`: the gradients of trained ones are added to `.grad`."""
+    """In this context, the layers use their cast weights. `accumulates`: the gradients of trained ones are added to
+    `.grad`."""
     try:
         for layer, half_weights in layers:
             weight, _ = layer.weights()

@@ -188,7 +188,7 @@ class ChunkedTower:
 
     @contextmanager
     def around_pass(self, i: int, *, builds_graph: bool, backpropagates: bool = False) -> Iterator[None]:
-        """Around each pass of chunk i: says whether ranks sum its gradients, and which weights its layers use.
+        """Context of each pass of chunk i: says whether ranks sum its gradients, and which weights its layers use.
 
         `builds_graph`: see `CastWeights.in_pass`. `backpropagates`: whether the backward pass runs inside, too.
         """

@@ -210,7 +210,7 @@ class GradCache:
 
     @contextmanager
     def _discarded_on_error(self) -> Iterator[None]:
-        """Around a part of a step, which an error ends."""
+        """Context of a part of a step: an error discards the step."""
         try:
             yield
         except BaseException:

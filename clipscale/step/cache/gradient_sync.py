@@ -28,8 +28,8 @@ class GradientSync(Protocol):
     """
 
     def gradient_sync(self, is_last_backward: bool) -> AbstractContextManager[None]:
-        """Around each pass of a chunk. `is_last_backward`: whether the encoder's last backward pass of the step runs
-        inside."""
+        """Context of each pass of a chunk. `is_last_backward`: whether the encoder's last backward pass of the step
+        runs inside."""
 
 
 def syncs_itself(encoder: object) -> TypeGuard[GradientSync]:
@@ -77,7 +77,8 @@ def is_collective(encoder: Callable[..., object]) -> bool:
 
 @contextmanager
 def sync_context(encoder: Callable[..., object], *, is_last_backward: bool) -> Iterator[None]:
-    """Around the pass of a chunk. `is_last_backward`: whether the encoder's last backward pass of the step runs inside.
+    """Context of the pass of a chunk. `is_last_backward`: whether the encoder's last backward pass of the step runs
+    inside.
 
     Who reads it, and when:
 

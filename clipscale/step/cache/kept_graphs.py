@@ -129,7 +129,7 @@ class KeptGraphs:
 
     @contextmanager
     def building(self, policy: GraphPolicy) -> Iterator[None]:
-        """Around a first pass: builds, measures or discards its graph."""
+        """Context of a first pass: builds, measures or discards its graph."""
         match policy:
             case GraphPolicy.KEEP:
                 yield

@@ -94,7 +94,7 @@ class EmbeddedSet:
     unfinished: int
 
     def damage_to_user_error(self) -> AbstractContextManager[None]:
-        """Around code that reads the files: raises UserError for damaged ones."""
+        """Context of code that reads the files: raises UserError for damaged ones."""
         return damaged_set_to_user_error(self.folder)
 
     def __len__(self) -> int:

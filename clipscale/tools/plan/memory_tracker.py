@@ -114,7 +114,8 @@ def allocated_bytes(size: int) -> int:
 
 @contextmanager
 def without_memory() -> Iterator[MemoryTracker]:
-    """Inside, tensors have shapes and dtypes but no values, and the tracker counts the memory that they would take."""
+    """In this context, tensors have shapes and dtypes but no values, and the tracker counts the memory that they would
+    take."""
     with FakeTensorMode(allow_non_fake_inputs=True), MemoryTracker() as tracker:
         yield tracker
 
@@ -180,7 +181,7 @@ class DryCommunicator(Communicator):
 
 @contextmanager
 def cuda_autocast() -> Iterator[None]:
-    """Inside, autocast on a CPU runs the same operations in float32 as on CUDA."""
+    """In this context, autocast on a CPU runs the same operations in float32 as on CUDA."""
     kernels = torch.library.Library("aten", "IMPL")  # the library's kernels disappear with it
     with warnings.catch_warnings(action="ignore"):  # torch 2.11 says that some are there already
         for name in ASSUMED.float32_on_cuda:
