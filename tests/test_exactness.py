@@ -184,10 +184,10 @@ def trimmed(tokens: Tensor) -> Tensor:
 
 
 # Gradients, value, gradients' norm, and the share of graphs that were kept.
-Answer = tuple[dict[str, Tensor], float, float, float]
+StepOutcome = tuple[dict[str, Tensor], float, float, float]
 
 
-def cut_up(case: Case, rank: int) -> Answer:
+def cached_step(case: Case, rank: int) -> StepOutcome:
     """The same step by the cache, on this rank."""
     model = model_of(case)
     world = World(rank, case.ranks, torch.device("cpu"))
@@ -201,7 +201,7 @@ def cut_up(case: Case, rank: int) -> Answer:
     keep = case.keep * getattr(torch, case.dtype).itemsize / 8
     cache = GradCache(towers, loss, chunks=case.chunks, keep_bytes=keep)
     pixels, tokens = inputs_of(case, rank)
-    texts = rows_of(tokens, case)
+    texts = loader_of(tokens, case)
     if case.captions == "sorted":
         texts = sorted_texts(case, tokens)
         texts.make_chunks(case.chunks[1])
@@ -209,10 +209,10 @@ def cut_up(case: Case, rank: int) -> Answer:
         if world.size > 1:
             assert len(set(world.all_gather_object(len(texts.spans(case.chunks[1]))))) == 1, "FSDP2 needs equal counts"
     if case.keep:  # the first step measures graphs
-        cache.step(rows_of(pixels, case), texts)
+        cache.step(loader_of(pixels, case), texts)
         model.zero_grad()
     torch.manual_seed(7 + rank)
-    value = cache.step(rows_of(pixels, case), texts)
+    value = cache.step(loader_of(pixels, case), texts)
     kept = 2 * sum(cache.num_kept_graphs) / cache.num_chunk_passes(len(pixels))
     sum_gradients(world, [model.logit_scale, model.logit_bias])
     return gradients(model), value.item(), gradient_norm(model.parameters()).item(), kept
@@ -237,18 +237,18 @@ def chunks_of_all_ranks(case: Case) -> int:
     return max(len(sorted_texts(case, tokens).spans(case.chunks[1])) for tokens in every)
 
 
-def rows_of(tensor: Tensor, case: Case) -> ChunkLoader:
+def loader_of(tensor: Tensor, case: Case) -> ChunkLoader:
     resident = case.offload == "none"
     return ChunkLoader(
         lambda start, stop: tensor[start:stop], len(tensor), torch.device("cpu"), stays_on_device=resident
     )
 
 
-def all_cut_up(rank: int, ranks: int, cases: Iterable[dict]) -> list[Answer]:
-    return [cut_up(Case(**case), rank) for case in cases]
+def cached_steps(rank: int, ranks: int, cases: Iterable[dict]) -> list[StepOutcome]:
+    return [cached_step(Case(**case), rank) for case in cases]
 
 
-def acting(case: Case) -> set[tuple[object, ...]]:
+def values_in_effect(case: Case) -> set[tuple[object, ...]]:
     """Values together with what they need to act: an exchange moves columns both ways for a symmetric loss, and sorted
     captions and kept graphs differ from others where a tower has several chunks."""
     is_chunked = case.chunks != (12, 24)
@@ -259,10 +259,10 @@ def acting(case: Case) -> set[tuple[object, ...]]:
     }
 
 
-def every_value(chosen: list[Case]) -> list[Case]:
+def cases_of_each_value(chosen: list[Case]) -> list[Case]:
     """Few of these cases that have all values of all dimensions that any of them has, where the values act. Each adds
     the most that are still missing, the first of equals."""
-    values_of = [{(name, getattr(case, name)) for name in DIMENSIONS} | acting(case) for case in chosen]
+    values_of = [{(name, getattr(case, name)) for name in DIMENSIONS} | values_in_effect(case) for case in chosen]
     missing = set[tuple[object, ...]]().union(*values_of)
     few = []
     while missing:
@@ -276,7 +276,7 @@ def every_value(chosen: list[Case]) -> list[Case]:
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_the_step_is_that_of_one_graph(ranks: int) -> None:
     """For each value of each dimension in at least one case."""
-    compare(every_value([case for case in cases() if case.ranks == ranks]), ranks)
+    compare(cases_of_each_value([case for case in cases() if case.ranks == ranks]), ranks)
 
 
 @pytest.mark.slow  # the test above has each value of each dimension, but 4 ranks
@@ -307,14 +307,14 @@ def test_the_step_of_adapters_is_that_of_one_graph(ranks: int) -> None:
 
 def compare(chosen: list[Case], ranks: int) -> None:
     if ranks == 1:
-        answers = [[cut_up(case, 0) for case in chosen]]
+        outcomes = [[cached_step(case, 0) for case in chosen]]
     else:
-        answers = run_ranks(all_cut_up, ranks, [asdict(case) for case in chosen])
+        outcomes = run_ranks(cached_steps, ranks, [asdict(case) for case in chosen])
     for i, case in enumerate(chosen):
         tolerance = TOLERANCE[case.dtype]
         expected, value = one_graph(replace(case, dtype="float64"))
         norm = torch.nn.utils.get_total_norm(expected.values()).item()
-        for actual, found_value, found_norm, kept in (answer[i] for answer in answers):
+        for actual, found_value, found_norm, kept in (outcome[i] for outcome in outcomes):
             assert case.keep == 60e3 or kept == bool(case.keep), case
             assert found_value == pytest.approx(value, rel=tolerance), case
             assert found_norm == pytest.approx(norm, rel=tolerance), case

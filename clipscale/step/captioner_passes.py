@@ -41,13 +41,14 @@ class CaptionerPasses(BatchPasses):
 
     def encode(self, batch: HostBatch, before_chunk: Poll) -> EncodedBatch:
         pairs = self.inputs.texts(batch, self.cache.chunks[0]).with_images(batch.pixels)
-        reserved = 0.0
-        if self.frozen_images is not None:
+        if self.frozen_images is None:
+            features = self.cache.encode_tower(0, pairs, before_chunk)
+        else:
             reserved = min(self.cache.keep_bytes or 0, len(batch) * self.image_bytes)
-            pairs.images = FrozenTowerOutputs(pairs.images, self.frozen_images, self.autocast, reserved)
-        features = self.cache.encode_tower(0, pairs, before_chunk, reserved=reserved)
-        if isinstance(pairs.images, FrozenTowerOutputs):
-            self.image_bytes = pairs.images.bytes_each
+            outputs = FrozenTowerOutputs(pairs.images, self.frozen_images, self.autocast, reserved)
+            pairs.images = outputs
+            features = self.cache.encode_tower(0, pairs, before_chunk, reserved=reserved)
+            self.image_bytes = outputs.bytes_each
         # At least 1, to divide by: there are no labels only if the loader has failed, whose error then ends the step.
         self.num_labels = max(1, self.inputs.num_caption_labels(own_caption_labels(batch)))
         return EncodedBatch([features], pairs.texts)

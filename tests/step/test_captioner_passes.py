@@ -129,7 +129,7 @@ def share_of(rank: int, ranks: int, teachers: tuple[TeacherFeatures, ...] = ()) 
     return host_batch(pixels, tokens, KEYS[share], dict.fromkeys(teachers, taught))
 
 
-class Answer(NamedTuple):
+class StepOutcome(NamedTuple):
     """The loss and its parts, the gradients, how many graphs were kept, and images in the image tower's passes."""
 
     losses: dict[str, float]
@@ -138,9 +138,9 @@ class Answer(NamedTuple):
     encoded: int
 
 
-def stepped(rank: int, ranks: int, cases: list[Case]) -> list[Answer]:
+def second_steps(rank: int, ranks: int, cases: list[Case]) -> list[StepOutcome]:
     """Runs two steps of each case and returns the second, in which the ranks know each other's numbers."""
-    answers = []
+    outcomes = []
     for case in cases:
         step = step_of(case, World(rank, ranks, CPU))
         batch = share_of(rank, ranks, case.teachers)
@@ -150,8 +150,8 @@ def stepped(rank: int, ranks: int, cases: list[Case]) -> list[Answer]:
         result = run_step(step, batch, upcoming=batch)
         losses = {"loss": result.scalars.loss, **result.scalars.captioner_losses}
         [kept] = step.cache.num_kept_graphs
-        answers.append(Answer(losses, gradients(step.model), kept, sum(encoded)))
-    return answers
+        outcomes.append(StepOutcome(losses, gradients(step.model), kept, sum(encoded)))
+    return outcomes
 
 
 def captioner_passes(chunk_loss: Tensor | None, labels: int = 4, weight: float = 3.0) -> CaptionerPasses:
@@ -192,7 +192,7 @@ def test_the_features_of_pairs_are_images_and_captions_side_by_side() -> None:
     assert torch.equal(images, features_N2D[:, 0]) and torch.equal(texts, features_N2D[:, 1])
 
 
-def open_clips(model: ClipModel) -> CoCa:
+def open_clip_model(model: ClipModel) -> CoCa:
     """open_clip's own module with the model's weights."""
     bias = None if model.logit_bias is None else 0.0
     theirs = CoCa(**captioner_architecture(PIXELS, 3, TOKENS), init_logit_bias=bias).double()
@@ -210,7 +210,7 @@ def open_clips(model: ClipModel) -> CoCa:
 def one_graph(case: Case) -> tuple[dict[str, float], dict[str, Tensor]]:
     """The contrast and the caption loss without its weight, and their gradients by our names."""
     model = model_of(case)
-    theirs = open_clips(model)
+    theirs = open_clip_model(model)
     pixels, tokens = captioned(BATCH)
     out = theirs(model.image.encoder_inputs(pixels), tokens)
     bias = out.pop("logit_bias", None)
@@ -282,11 +282,11 @@ SHARDED = [
     ],
 )
 def test_the_step_is_that_of_open_clips_model_and_loss_in_one_graph(ranks: int, cases: list[Case]) -> None:
-    answers = [stepped(0, 1, cases)] if ranks == 1 else run_ranks(stepped, ranks, cases)
+    outcomes = [second_steps(0, 1, cases)] if ranks == 1 else run_ranks(second_steps, ranks, cases)
     for i, case in enumerate(cases):
         values, expected = one_graph(case)
         values["loss"] = values["contrastive_loss"] + case.weight * values["caption_loss"]
-        for losses, found, kept, _ in (answer[i] for answer in answers):
+        for losses, found, kept, _ in (outcome[i] for outcome in outcomes):
             assert losses == pytest.approx(values, rel=1e-10), case
             assert bool(kept) == (case.keep != "none"), case
             assert_same(found, expected, 1e-10, case)
@@ -297,14 +297,14 @@ def test_the_step_is_that_of_open_clips_model_and_loss_in_one_graph(ranks: int, 
 def test_a_step_in_bf16_casts_weights_once_and_has_the_gradients_of_autograd(keep: str, is_frozen: bool) -> None:
     """On a CPU the products of a chunk are rounded as autograd's are. Those of biases are not rounded."""
     case = Case(keep=keep, is_frozen=is_frozen, precision="bf16")
-    [actual] = stepped(0, 1, [case])
+    [actual] = second_steps(0, 1, [case])
     with patch.object(CastWeights, "start_step", lambda *arguments: None):
-        [expected] = stepped(0, 1, [case])
+        [expected] = second_steps(0, 1, [case])
     assert bool(actual.kept) == bool(expected.kept) == (keep != "none")
     assert actual.losses == pytest.approx(expected.losses, rel=1e-6)
     for ends, most in ((True, 0.02), (False, 1e-6)):
         found, wanted = (
-            {k: v for k, v in answer.gradients.items() if k.endswith("bias") is ends} for answer in (actual, expected)
+            {k: v for k, v in outcome.gradients.items() if k.endswith("bias") is ends} for outcome in (actual, expected)
         )
         assert_same(found, wanted, most)
     exact = one_graph(replace(case, precision="fp32"))[1]
@@ -327,16 +327,16 @@ def test_a_frozen_image_tower_has_one_pass_where_its_tokens_are_kept(
     ranks: int, parallel: str, keeps: list[str]
 ) -> None:
     cases = [Case(parallel, keep=keep, is_frozen=True, is_sorted=keep != "30k") for keep in keeps]
-    answers = [stepped(0, 1, cases)] if ranks == 1 else run_ranks(stepped, ranks, cases)
+    outcomes = [second_steps(0, 1, cases)] if ranks == 1 else run_ranks(second_steps, ranks, cases)
     expected = one_graph(cases[0])[1]
     for i, case in enumerate(cases):
-        for _, found, kept, encoded in (answer[i] for answer in answers):
+        for _, found, kept, encoded in (outcome[i] for outcome in outcomes):
             assert encoded == BATCH // ranks + KEPT[case.keep][ranks - 1], case
             assert bool(kept) == (case.keep == "5M"), case
             assert_same(found, expected, 1e-10, case)
 
 
-def crowded(rank: int, ranks: int, full: bool) -> tuple[dict[str, Tensor], int]:
+def kept_on_gpus(rank: int, ranks: int, full: bool) -> tuple[dict[str, Tensor], int]:
     """Gradients of a step, and the graphs that it kept. `full`: the second rank's GPU has room for one graph alone."""
     plan = GraphBudget.plan
     calls = count()
@@ -353,7 +353,9 @@ def crowded(rank: int, ranks: int, full: bool) -> tuple[dict[str, Tensor], int]:
 @pytest.mark.slow  # two starts of two ranks
 def test_a_rank_without_room_for_a_graph_gathers_what_the_others_gather() -> None:
     """The other ranks gather the decoder's weights, which a pass without a graph does not need."""
-    for (plain, kept), (dropped, none) in zip(run_ranks(crowded, 2, False), run_ranks(crowded, 2, True), strict=True):
+    for (plain, kept), (dropped, none) in zip(
+        run_ranks(kept_on_gpus, 2, False), run_ranks(kept_on_gpus, 2, True), strict=True
+    ):
         assert kept > 1 and none == 0
         assert all(torch.equal(plain[name], dropped[name]) for name in plain)
 

@@ -148,7 +148,7 @@ def test_ranks_make_equally_many_text_chunks_where_one_did_not_know_its_number()
     assert loss == other and chunks == same == 3
 
 
-def lose(step: TrainStep) -> None:
+def make_loss_infinite(step: TrainStep) -> None:
     """Let the loss of the step be infinite, with the same gradients."""
     loss = step.cache.loss
     step.cache.loss = lambda *features, **options: loss(*features, **options) + math.inf
@@ -212,7 +212,7 @@ def test_two_ranks_update_the_weights_as_one_rank_with_both_shares(precision: st
 
 def test_an_infinite_loss_ends_the_run_before_the_update() -> None:
     step = small_step()
-    lose(step)
+    make_loss_infinite(step)
     before = weights(step)
     with pytest.raises(UserError, match=r"^step 7: loss=inf, gradient norm=[\d.]+: training has diverged"):
         run_step(step, small_batch(), number=7)
@@ -222,7 +222,7 @@ def test_an_infinite_loss_ends_the_run_before_the_update() -> None:
 def test_with_fp16_an_infinite_loss_with_finite_gradients_ends_no_run() -> None:
     """Its gradients decide alone, even where the loss scale cannot become lower."""
     step = small_step("fp16")
-    lose(step)
+    make_loss_infinite(step)
     scaler = step.precision.scaler
     assert scaler is not None
     scaler.load_state_dict(scaler.state_dict() | {"scale": 0.5})
