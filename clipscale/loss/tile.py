@@ -16,7 +16,7 @@ class TileOps:
     buffer of the scores' shape."""
 
     def forward(self, scores: Tensor, tile: Block, bound: float, scratch: Tensor) -> None:
-        """Add a tile's scores to the running log-sum-exps, and its positives to `loss_part`."""
+        """Add a tile's scores to the running log-sum-exps, and its positives to `row_loss`."""
         raise NotImplementedError
 
     def backward(self, scores: Tensor, tile: Block, bound: float, scratch: Tensor) -> Tensor:
