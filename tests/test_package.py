@@ -180,6 +180,8 @@ def test_a_word_of_the_main_path_names_one_type() -> None:
                     found.setdefault(word, set()).add(ast.unparse(annotation))
                 case ast.AnnAssign(target=ast.Name(id=word) | ast.Attribute(attr=word), annotation=annotation):
                     found.setdefault(word, set()).add(ast.unparse(annotation))
+                case ast.Assign(targets=[ast.Name(id=word)], value=ast.Constant(value=value)) if value is not None:
+                    found.setdefault(word, set()).add(type(value).__name__)
     types = {word: {name.strip("'").removesuffix(" | None") for name in found[word]} for word in TYPE_OF_WORD}
     assert types == {word: {name} for word, name in TYPE_OF_WORD.items()}
 
