@@ -92,7 +92,12 @@ def build_passes(
 ) -> BatchPasses:
     """The two passes of the towers, or of a captioner's encoder of pairs, wrapped for several ranks. A collective."""
     parallel = config.launch.parallel
-    inputs = InputBuilder(world, config.offload == "none", sorts_captions, has_equal_chunks=config.trains_captioner)
+    inputs = InputBuilder(
+        world,
+        stays_on_device=config.offload == "none",
+        sorts_captions=sorts_captions,
+        has_equal_chunks=config.trains_captioner,
+    )
     make_cache = partial(
         GradCache, keep_bytes=config.cache.keep_bytes, autocast=precision.autocast, scaler=precision.scaler
     )

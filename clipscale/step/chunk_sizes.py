@@ -55,20 +55,20 @@ def check_sizes(sizes: Sequence[int | None], local_batch: int, texts_per_sample:
             raise UserError(f"cache.chunk={size}: one process holds {rows} {noun} of the batch; choose 1 to {rows}")
 
 
-def batch_norm_chunk(tower: nn.Module, name: str, size: int | None, local_batch: int) -> int | None:
+def batch_norm_chunk(tower: nn.Module, name: str, size: int | None, rows: int) -> int | None:
     """The chunk size of a tower that trains batch normalisation: the local batch. None for any other tower.
 
     Raises UserError for a smaller `size`.
     """
-    mixing = batch_norms(tower)
-    if not mixing or not trains(tower):
+    norms = batch_norms(tower)
+    if not norms or not trains(tower):
         return None
-    if size is not None and size < local_batch:
+    if size is not None and size < rows:
         raise UserError(
-            f"cache.chunk={size}: the {name} tower has batch normalisation ({next(iter(mixing))}), which mixes the "
-            f"samples of a batch; set model.batch_norm=frozen, or cache.chunk={local_batch}, all that one process holds"
+            f"cache.chunk={size}: the {name} tower has batch normalisation ({next(iter(norms))}), which mixes the "
+            f"samples of a batch; set model.batch_norm=frozen, or cache.chunk={rows}, all that one process holds"
         )
-    return local_batch
+    return rows
 
 
 def agreed_chunk_sizes(
