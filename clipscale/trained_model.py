@@ -10,7 +10,7 @@ from clipscale.config.model import ModelConfig
 from clipscale.models.towers import ClipModel, build_model
 from clipscale.models.weights import adapters
 from clipscale.models.weights.load_weights import completed_by_weights, without_weights
-from clipscale.models.weights.sources import with_checkpoints_of_runs
+from clipscale.models.weights.model_settings import with_checkpoints_of_runs
 from clipscale.run_folder.chosen_checkpoint import find_checkpoint
 
 

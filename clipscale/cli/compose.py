@@ -27,7 +27,7 @@ from clipscale.config.presets import conf_dir, default_choices
 from clipscale.config.secrets import from_environment
 from clipscale.config.setting import flatten, settings_of
 from clipscale.config.train_config import TrainConfig
-from clipscale.models.weights.sources import resolve_architecture
+from clipscale.models.weights.model_settings import resolve_architecture
 from clipscale.run_folder.paths import run_folder, run_to_resume
 
 QUOTES = "'\""

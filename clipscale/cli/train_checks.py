@@ -91,7 +91,7 @@ def check_weights(config: TrainConfig | AnyModel, *, checks_connection: bool = T
     May ask a server, so it comes after the other checks.
     """
     from clipscale.models.weights.hub import check_connection
-    from clipscale.models.weights.sources import check_tags
+    from clipscale.models.weights.model_settings import check_tags
 
     if isinstance(config, TrainConfig) and run_to_resume(config.run, config.resume):
         return  # the checkpoint holds all weights

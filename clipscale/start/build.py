@@ -22,7 +22,7 @@ from clipscale.models.families import may_cut_captions
 from clipscale.models.flops import Flops
 from clipscale.models.towers import ClipModel, build_model, image_size_and_tokenizer
 from clipscale.models.weights.load_weights import without_weights
-from clipscale.models.weights.sources import with_checkpoints_of_runs
+from clipscale.models.weights.model_settings import with_checkpoints_of_runs
 from clipscale.start.build_step import build_step
 from clipscale.start.open_data import open_data
 from clipscale.start.resolve import ResolvedRun

@@ -2,6 +2,7 @@
 
     hub.py              asks whether weights on a server can be fetched, before anything else
     sources.py          value of `model.weights` -> `Source`: a file, a folder, a run's checkpoint, a tag of open_clip
+    model_settings.py   settings of a model -> the same, with the architecture that its weights describe
     descriptions.py     configuration beside the weights -> open_clip's description of the model
     hugging_face.py     the same for transformers' CLIP and SigLIP, by the table hugging_face.yaml
     key_styles.py       keys in the file -> keys of the model, without their wrappers

@@ -21,9 +21,10 @@ from clipscale.common.errors import UserError, to_user_error
 from clipscale.config.model import ModelConfig
 from clipscale.models.weights import adapters
 from clipscale.models.weights.key_styles import SHARED, choose_weight_set, key_styles, listed, match_names
+from clipscale.models.weights.model_settings import with_architecture_of
 from clipscale.models.weights.renaming import Weights, from_transformers
 from clipscale.models.weights.shapes import naming_mismatch, saved_by_torch, shapes_of
-from clipscale.models.weights.sources import SET, Source, find_source, with_architecture_of
+from clipscale.models.weights.sources import SET, Source, find_source
 
 if TYPE_CHECKING:
     from clipscale.checkpoint import CheckpointDescription

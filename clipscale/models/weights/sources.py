@@ -1,4 +1,4 @@
-"""Finds weights: tags of open_clip, files, folders of open_clip and transformers, runs. Checks that they fit a model.
+"""Finds weights: tags of open_clip, files, folders of open_clip and transformers, runs.
 
 Imports nothing heavy but for a repository or a file of torch.save: a mistake is reported at once. Names are looked up
 on the network only where the setting itself is a tag or begins with hf-hub:.
@@ -7,7 +7,7 @@ on the network only where the setting itself is a tag or begins with hf-hub:.
 import re
 import zipfile
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, suppress
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -19,20 +19,15 @@ from clipscale.config.libraries import model_description, pretrained
 from clipscale.config.model import ModelConfig
 from clipscale.models.weights import adapters
 from clipscale.models.weights.descriptions import (
-    COMPARED,
     UNKNOWN_MODEL,
     checked_pixels,
     comparable,
     described_model,
     described_tower,
-    difference,
     least_parameters,
 )
-from clipscale.models.weights.key_styles import TEXT, TOWERS, VISUAL, key_styles, known_names, match_names, tower_alone
-from clipscale.models.weights.shapes import mismatch_message, shapes_of
 from clipscale.run_folder.chosen_checkpoint import find_checkpoint
 from clipscale.run_folder.paths import checkpoint_values, is_run_or_checkpoint, run_folder
-from clipscale.run_folder.records import settings_of_run
 
 HUB = "hf-hub:"
 # Separates a path from the key of a set of weights in it.
@@ -41,15 +36,11 @@ SET = "::"
 RUN = "run:"
 # End of the name of a file that lists files of weights.
 INDEX = ".index.json"
-# The key of a description that makes open_clip give the model a logit bias, which begins at its value.
-INIT_BIAS = "init_logit_bias"
 # Names of weights in a folder. The first that exists is taken.
 WEIGHTS = ("open_clip_model.safetensors", "model.safetensors", "model.safetensors.index.json",
            "open_clip_pytorch_model.bin", "pytorch_model.bin", "pytorch_model.bin.index.json")  # fmt: skip
 MAX_JSON_BYTES = 2**26
 FETCH_REMEDY = "; download it elsewhere, give it"
-# Section of a description -> the beginning of its tower's names of weights.
-PREFIXES = {"vision_cfg": VISUAL, "text_cfg": TEXT}
 
 
 @dataclass(frozen=True)
@@ -107,172 +98,15 @@ def _on_this_machine(value: str, origin: str, key: str) -> Source | None:
     if value.startswith(RUN):
         if not is_run_or_checkpoint(run_named):
             raise UserError(f"{origin}: there is no run {run_named}")
-        return _in_run(run_named, origin, key)
+        return source_in_run(run_named, origin, key)
     if path.is_dir():
         return _in_folder(path, origin, path.resolve().name, key)
     if path.is_file():
         return Source(origin, path, _checked([path], origin), key=key)
-    return _in_run(run_named, origin, key) if is_run_or_checkpoint(run_named) else None
+    return source_in_run(run_named, origin, key) if is_run_or_checkpoint(run_named) else None
 
 
-def resolve_architecture(
-    config: ModelConfig, *, chosen: bool, needs_bias: bool = False, resumed: Path | None = None
-) -> ModelConfig:
-    """The settings of a model, with the architecture that its weights describe if they are on this machine.
-
-    `chosen`: the user has also chosen a model, which has to be the weights' own. Otherwise the settings have a default
-    model, or an experiment's, and the weights' model replaces it. But a captioner stays, and begins from the weights'
-    two towers. `needs_bias`: take the weights' logit bias, too, if they have one. `resumed`: the folder of the run that
-    goes on, if one does. Its checkpoint holds all weights, so where these were, there may be others or none. Raises
-    UserError.
-    """
-    if resumed:
-        by_weights = config.weights and not (chosen or pretrained().list_pretrained_models_by_tag(config.weights))
-        return with_trained_architecture(config, resumed) if by_weights else config
-    if config.weights:
-        source = local_source(config.weights)
-        names_its_model = config.weights.startswith(HUB) or bool(source and source.model.name)
-        adds_captioner = config.is_captioner and not (source and source.model.is_captioner)
-        if names_its_model and not chosen and not adds_captioner:
-            config = replace(config, name="", architecture={})
-        if source:
-            config = with_architecture_of(config, source)
-            if needs_bias:
-                config = with_logit_bias_of(config, source)
-    towers = (("image", "vision_cfg", config.image.weights), ("text", "text_cfg", config.text.weights))
-    for tower, section, weights in towers:
-        setting = f"model.{tower}.weights"
-        source = local_source(weights, setting) if weights else None
-        if source:
-            _check_fit(config, source, section)
-    return config
-
-
-def with_trained_architecture(config: ModelConfig, run_dir: Path) -> ModelConfig:
-    """The settings with the architecture of a run that has checkpoints. Raises UserError where it cannot be read.
-
-    config.yaml has the whole run's: a checkpoint's pictures may have the size of its stage.
-    """
-    trained = None
-    with suppress(UserError, *files.DAMAGED_OR_FOREIGN):
-        trained = ModelConfig.of(settings_of_run(run_dir)["model"])
-    other = trained or _in_run(run_dir, f"run={run_dir}", "").model
-    return replace(
-        _with_model(config, other), init_bias=other.init_bias if config.init_bias is None else config.init_bias
-    )
-
-
-def check_tags(config: ModelConfig) -> None:
-    """Raise UserError for tags of another model."""
-    for setting, weights in config.weight_settings:
-        if config.name and not weights.startswith(HUB) and not local_source(weights, setting):
-            _pretrained(weights, config.name.replace("/", "-"), f"{setting}={weights!r}")
-
-
-def with_checkpoints_of_runs(config: ModelConfig) -> ModelConfig:
-    """The settings with a checkpoint's path for each run that they name, whose newest one may soon be another.
-
-    Raises UserError.
-    """
-
-    def found(weights: str | None, setting: str) -> str | None:
-        source = local_source(weights, setting) if weights else None
-        if source is None or source.shards:
-            return weights
-        return SET.join(filter(None, (str(source.path), source.key)))
-
-    return replace(
-        config,
-        weights=found(config.weights, "model.weights"),
-        image=replace(config.image, weights=found(config.image.weights, "model.image.weights")),
-        text=replace(config.text, weights=found(config.text.weights, "model.text.weights")),
-    )
-
-
-def with_architecture_of(config: ModelConfig, source: Source) -> ModelConfig:
-    """The settings with the architecture of the weights if they name none. Raises UserError for another one."""
-    theirs = source.model
-    if config.name:
-        if not theirs.name:
-            _check_fit(config, source, *COMPARED)
-            return config
-        differs = difference(config, theirs)
-        if differs:
-            adds_captioner = config.is_captioner and not theirs.is_captioner
-            remedy = "give a captioner of its sizes with model=" if adds_captioner else "leave model= out"
-            raise UserError(f"model.name={config.name}: {source.setting} is {theirs.name}, {differs}; {remedy}")
-        return config
-    if not theirs.name:
-        raise UserError(f"{source.setting} does not describe its architecture; give a preset too, as model=vit-b32")
-    return _with_model(config, theirs)
-
-
-def _with_model(config: ModelConfig, other: ModelConfig) -> ModelConfig:
-    """The settings with another model's architecture, and with its sizes where they have none."""
-    return replace(
-        config,
-        name=other.name,
-        architecture=other.architecture,
-        image_size=config.image_size or other.image_size,
-        context_length=config.context_length or other.context_length,
-    )
-
-
-def with_logit_bias_of(config: ModelConfig, source: Source) -> ModelConfig:
-    """The settings of a model that has a logit bias if the weights have one. Raises UserError.
-
-    The weights' own value replaces the initial one.
-    """
-    if config.init_bias is not None or INIT_BIAS in config.description:
-        return config
-    theirs = source.model
-    bias = theirs.description.get(INIT_BIAS) if theirs.init_bias is None else theirs.init_bias
-    if bias is None and source.shards:
-        with source.unreadable_to_user_error():
-            names = shapes_of(source.shards, source.key, source.setting)
-        bias = 0.0 if any(name.endswith("logit_bias") for name in names) else None
-    return replace(config, init_bias=bias)
-
-
-def with_hub_architecture(config: ModelConfig) -> ModelConfig:
-    """The settings with the architecture of a repository's weights, which are not fetched. Raises UserError."""
-    value = config.weights or ""
-    if config.name or not value.startswith(HUB):
-        return config
-    origin = f"model.weights={value!r}"
-    with to_user_error(f"{origin} cannot be fetched", FETCH_REMEDY):
-        folder = _snapshot(value.removeprefix(HUB), ["*.json"])
-        return with_architecture_of(
-            config, Source(origin, folder, model=described_model(folder, value.rpartition("/")[2]))
-        )
-
-
-def _check_fit(config: ModelConfig, source: Source, *sections: str) -> None:
-    """Raise UserError for files of weights that are damaged, or of other towers than these of the model."""
-    description = config.description
-    with source.unreadable_to_user_error():
-        shapes = shapes_of(source.shards, source.key, source.setting)
-    if not ({"embed_dim", *COMPARED} <= description.keys() and shapes):
-        return
-    prefix = PREFIXES[sections[0]] if len(sections) == 1 else ""
-    match = match_names(shapes, key_styles(known_names(), prefix), source.setting)
-    ours = {match.model_keys[key]: shape for key, shape in shapes.items() if key in match.model_keys}
-    tower = tower_alone(shapes, source.setting)
-    wrong = ""
-    if tower and tower != prefix:
-        wrong = f"it has the {TOWERS[tower]} tower alone; give it as model.{TOWERS[tower]}.weights="
-    elif match.matched:  # without a match, open_clip may know the names
-        if config.is_captioner:
-            ours.pop("visual.proj", None)  # CLIP's projection has another width
-        wrong = mismatch_message(ours, comparable(description), sections, match.unmatched)
-    if wrong:
-        raise UserError(f"{source.setting} does not fit model.name={config.name}: {wrong}")
-
-
-# ---- where they are ----
-
-
-def _in_run(folder: Path, origin: str, key: str) -> Source:
+def source_in_run(folder: Path, origin: str, key: str) -> Source:
     """The weights of a checkpoint. `folder`: the checkpoint, or a run, whose newest one is taken; its best one if the
     key is `best`."""
     if (folder / "checkpoints").is_dir():
@@ -287,7 +121,7 @@ def _in_folder(folder: Path, origin: str, name: str, key: str = "") -> Source:
     path = next((folder / name for name in WEIGHTS if (folder / name).is_file()), None)
     if path is None:
         if is_run_or_checkpoint(folder):
-            return _in_run(folder, origin, key)
+            return source_in_run(folder, origin, key)
         raise UserError(f"{origin}: the folder holds {_instead_of_weights(folder)}")
     with to_user_error(f"{origin}: the folder cannot be used", f"; download it again, or give {path} and model="):
         shards = _checked(_shards_of(path), origin)
@@ -353,7 +187,7 @@ def _checked(paths: Sequence[Path], origin: str) -> tuple[Path, ...]:
     return tuple(paths)
 
 
-def _snapshot(name: str, patterns: list[str]) -> Path:
+def snapshot(name: str, patterns: list[str]) -> Path:
     from huggingface_hub import snapshot_download
 
     with announced(f"{name}, which is fetched from the Hub"):
@@ -362,13 +196,13 @@ def _snapshot(name: str, patterns: list[str]) -> Path:
 
 def _from_hub(name: str) -> Path:
     safe = ["*.json", "*.txt", "*.model", "open_clip_model.safetensors", "model*.safetensors"]
-    folder = _snapshot(name, safe)
+    folder = snapshot(name, safe)
     if not any((folder / file).is_file() for file in WEIGHTS):
-        folder = _snapshot(name, [*safe, "*.bin"])
+        folder = snapshot(name, [*safe, "*.bin"])
     return folder
 
 
-def _pretrained(tag: str, name: str, origin: str) -> dict[str, object]:
+def pretrained_of_tag(tag: str, name: str, origin: str) -> dict[str, object]:
     """open_clip's entry for a tag's weights. Raises UserError for a tag of another model."""
     table = pretrained()
     tags = table.list_pretrained_tags_by_model(name)
@@ -389,7 +223,7 @@ def _pretrained(tag: str, name: str, origin: str) -> dict[str, object]:
 def _of_tag(tag: str, name: str, origin: str) -> Source:
     import open_clip
 
-    entry = _pretrained(tag, name, origin)
+    entry = pretrained_of_tag(tag, name, origin)
     with announced(f"{origin}, which is fetched"):
         path = Path(open_clip.download_pretrained(entry))
     return Source(origin, path, (path,), replace(UNKNOWN_MODEL, preprocess=checked_pixels(entry)))

@@ -15,7 +15,7 @@ from clipscale.eval.suites import load_chosen_sets, suite_table
 from clipscale.launch import local
 from clipscale.log.sinks import log_wandb_mode, open_sinks
 from clipscale.log.table import print_results, show
-from clipscale.models.weights.sources import with_checkpoints_of_runs
+from clipscale.models.weights.model_settings import with_checkpoints_of_runs
 from clipscale.run_folder.records import settings_of_run
 from clipscale.step.precision import Precision
 from clipscale.tools.eval.settings import EvalRunConfig, check_eval, completed_by_run, model_facts

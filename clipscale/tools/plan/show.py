@@ -6,7 +6,7 @@ from dataclasses import replace
 from clipscale.common.terminal import clear, print_line
 from clipscale.config.libraries import hidden_packages, unneeded_packages
 from clipscale.config.stages import stage_configs_of
-from clipscale.models.weights.sources import with_hub_architecture
+from clipscale.models.weights.model_settings import with_hub_architecture
 from clipscale.tools.plan.settings import PlanConfig, on_machine
 
 

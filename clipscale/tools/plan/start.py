@@ -10,7 +10,7 @@ from clipscale.config.libraries import hidden_packages, unneeded_packages
 from clipscale.config.stages import stage_configs_of
 from clipscale.config.train_config import TrainConfig
 from clipscale.launch.local import num_workers
-from clipscale.models.weights.sources import with_hub_architecture
+from clipscale.models.weights.model_settings import with_hub_architecture
 from clipscale.tools.plan.settings import PlanConfig
 
 

@@ -19,9 +19,10 @@ from clipscale.models.towers import build_model
 from clipscale.models.weights.hugging_face import MODEL_TYPES
 from clipscale.models.weights.key_styles import key_pattern, known_names
 from clipscale.models.weights.load_weights import convert, read
+from clipscale.models.weights.model_settings import resolve_architecture
 from clipscale.models.weights.renaming import to_transformers
 from clipscale.models.weights.shapes import shapes_of
-from clipscale.models.weights.sources import find_source, local_source, resolve_architecture
+from clipscale.models.weights.sources import find_source, local_source
 from tests.models.weights.test_load_weights import SMALL, config, random_model, state_of
 from tests.support.checkpoints import save
 

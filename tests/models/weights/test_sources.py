@@ -25,7 +25,8 @@ from clipscale.config.model import ModelConfig, TowerConfig
 from clipscale.config.train_config import TrainConfig
 from clipscale.models.towers import ClipModel, build_model
 from clipscale.models.weights.load_weights import completed_by_weights
-from clipscale.models.weights.sources import Source, resolve_architecture, with_architecture_of, with_hub_architecture
+from clipscale.models.weights.model_settings import resolve_architecture, with_architecture_of, with_hub_architecture
+from clipscale.models.weights.sources import Source
 from clipscale.run_folder.paths import checkpoint_path
 from tests.models.weights.test_load_weights import (
     SMALL,
