@@ -8,37 +8,31 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
-from typing import NamedTuple, cast
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from clipscale.batch.chunks import ChunkSizes
 from clipscale.common.errors import UserError
 from clipscale.common.modules import is_frozen
 from clipscale.config.train_config import TrainConfig
 from clipscale.data.loader.sorted_texts import WIDTH_MULTIPLE
 from clipscale.data.shards.features import TeacherFeatures
-from clipscale.distributed.world import World
 from clipscale.loss.choices import auto_exchange, ranks_to_simulate
 from clipscale.loss.runtime import running_on
 from clipscale.models.families import may_cut_captions
 from clipscale.models.flops import PassFlops, decoder_flops, image_flops, text_flops, trained_names
-from clipscale.models.lean import LeanDecoder
 from clipscale.models.towers import ClipModel, build_model
 from clipscale.models.weights.load_weights import without_weights
-from clipscale.start.build_step import build_step, samples_repeat
 from clipscale.step.cache.cast_weights import CastWeights
 from clipscale.step.cache.encoder_io import ChunkOutput
 from clipscale.step.pair_encoder import PairEncoder, pair_encoder
-from clipscale.step.precision import AUTOCAST_DTYPES, Precision
 from clipscale.step.train_step import TrainStep
 from clipscale.tools.plan.assumed import ASSUMED
 from clipscale.tools.plan.block_meter import BlockMeter, leave_blocks_out
+from clipscale.tools.plan.dry_step import assumed_teachers, build_dry_step
 from clipscale.tools.plan.memory_tracker import DryRunRuntime, MemoryTracker, cuda_autocast, without_memory
 from clipscale.tools.plan.state_memory import StateMemory, divided_among_ranks, state_memory
-
-CPU = torch.device("cpu")
 
 
 class Row(NamedTuple):
@@ -248,53 +242,6 @@ class DryRun:
         ).backward()
         self.step.optimizer.zero_grad()
         return self.tracker.take_peak() - before
-
-
-def build_dry_step(config: TrainConfig, model: ClipModel, *, on_gpu: bool) -> TrainStep:
-    """Build the step of a run with the model on the meta device. `on_gpu`: whether the planned machine has GPUs.
-
-    It has no gradient scaler, which takes only a few bytes: a scaler tests the values of gradients, and here are none.
-    """
-    give_memory(model)
-    precision = Precision(AUTOCAST_DTYPES[config.precision], CPU)
-    precision.cast_frozen_(model.image, model.text)
-    chunk_sizes = ChunkSizes(1, 1, "")
-    if isinstance(model.decoder, LeanDecoder):
-        model.decoder.accepts_label_mask = False
-    try:
-        samples_repeat(config.data)
-    except UserError:  # a plan needs no file of sample weights
-        config = replace(config, data=replace(config.data, sample_weights=None, only_keys=None))
-    step = build_step(config, World(0, 1, CPU), model, precision, chunk_sizes, assumed_teachers(config, model))
-    if on_gpu:
-        choose_foreach(step.optimizer)
-    return step
-
-
-def give_memory(model: nn.Module) -> None:
-    """Replace tensors on the meta device by CPU tensors. `to_empty` is slow for tensors without values."""
-    new: dict[Tensor, Tensor] = {}
-    for module in model.modules():
-        for name, p in [*module.named_parameters(recurse=False)]:
-            if p not in new:  # otherwise it is tied to another
-                new[p] = nn.Parameter(torch.empty(p.shape, dtype=p.dtype), p.requires_grad)
-            module.register_parameter(name, cast(nn.Parameter, new[p]))
-        for name, x in [*module.named_buffers(recurse=False)]:
-            module.register_buffer(name, new.setdefault(x, torch.empty(x.shape, dtype=x.dtype)))
-
-
-def assumed_teachers(config: TrainConfig, model: ClipModel) -> tuple[TeacherFeatures, ...]:
-    """Teachers as wide as the model, in float16: a plan does not read the shards, which have their real widths."""
-    return tuple(TeacherFeatures(f"{name}.npy", model.width, "float16", 1.0) for name in config.distill.teachers)
-
-
-def choose_foreach(optimizer: torch.optim.Optimizer) -> None:
-    """Let one of torch's optimizers update all tensors of a group at once if it would do so on CUDA."""
-    if not type(optimizer).__module__.startswith("torch.optim"):
-        return
-    for group in optimizer.param_groups:
-        if group.get("foreach", False) is None and not group.get("fused"):
-            group["foreach"] = True
 
 
 def tower_modules(config: TrainConfig, model: ClipModel) -> tuple[nn.Module, nn.Module]:

@@ -18,7 +18,7 @@ from clipscale.step.chunk_sizes import agreed_chunk_sizes
 from clipscale.step.pair_encoder import pair_encoder
 from clipscale.step.precision import Precision
 from clipscale.step.train_step import TrainStep
-from clipscale.tools.plan.dry_run import CPU
+from clipscale.tools.plan.dry_step import CPU
 from clipscale.tools.plan.step_memory import PHASES, StepMemory
 
 # A small vocabulary, so that activations and not the embedding make the peaks.
