@@ -44,8 +44,9 @@ from clipscale.data.loader.shard_stream import lengths
 from clipscale.data.loader.sorted_texts import SortedTexts
 from clipscale.data.loader.to_device import ChunkLoader, TextLoader
 from clipscale.models.captioner import count_caption_labels, init_decoder
+from clipscale.models.encoders import architecture
 from clipscale.models.flops import Flops
-from clipscale.models.towers import architecture, build_model
+from clipscale.models.towers import build_model
 from clipscale.step.cache.encoder_io import LazyInput
 from clipscale.step.compiled import compile_towers, innermost_blocks
 from clipscale.step.pair_encoder import pair_encoder

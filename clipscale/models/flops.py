@@ -17,7 +17,8 @@ from torch.utils.flop_counter import flop_registry
 from clipscale.common.hardware import HARDWARE, hardware_of
 from clipscale.config.model import ModelConfig
 from clipscale.models.blocks import two_blocks
-from clipscale.models.towers import ClipModel, Encoders, architecture, encoders_of
+from clipscale.models.encoders import Encoders, architecture, encoders_of
+from clipscale.models.towers import ClipModel
 
 
 class PassFlops(NamedTuple):

@@ -18,7 +18,7 @@ from clipscale.config.train_config import TrainConfig, samples_of
 from clipscale.data.order import BatchShare
 from clipscale.distributed.agreement import run_long_on_rank0
 from clipscale.distributed.world import World
-from clipscale.models.towers import architecture
+from clipscale.models.encoders import architecture
 from clipscale.models.weights.load_weights import completed_by_weights
 from clipscale.run_folder.paths import checkpoints_of
 from clipscale.step.chunk_sizes import check_sizes

@@ -17,7 +17,8 @@ from clipscale.data.shards.counts import count_if_quick
 from clipscale.data.shards.features import find_teachers
 from clipscale.data.shards.listing import expand, local_shards
 from clipscale.eval.suites import load_chosen_sets
-from clipscale.models.towers import architecture, build_model, image_size_and_tokenizer
+from clipscale.models.encoders import architecture
+from clipscale.models.towers import build_model, image_size_and_tokenizer
 from clipscale.models.weights.load_weights import completed_by_weights
 from clipscale.run_folder.paths import run_folder, run_to_resume
 from clipscale.tools.data.check import check_shard

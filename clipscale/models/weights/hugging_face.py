@@ -22,7 +22,7 @@ INTERPOLATIONS = {2: "bilinear", 3: "bicubic"}
 
 
 def description_of(config: Record) -> Record:
-    """open_clip's description of a model by its config.json. A timm tower has its sizes, too (`towers.siglip_trunk`).
+    """open_clip's description of a model by its config.json. A timm tower has its sizes, too (`encoders.siglip_trunk`).
 
     Raises ValueError for a model that cannot be built so, and what a value of another type raises.
     """

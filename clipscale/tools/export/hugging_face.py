@@ -14,7 +14,8 @@ from clipscale.common.errors import UserError, one_line
 from clipscale.common.record import Record
 from clipscale.common.terminal import print_line
 from clipscale.config.model import ModelConfig
-from clipscale.models.towers import ClipModel, encoders_of, unit_rows
+from clipscale.models.encoders import encoders_of
+from clipscale.models.towers import ClipModel, unit_rows
 from clipscale.models.weights import hugging_face
 from clipscale.models.weights.renaming import Weights, from_transformers, to_transformers
 from clipscale.tools.export.open_clip import weights

@@ -10,7 +10,8 @@ from safetensors.torch import save_file
 from clipscale.common import files
 from clipscale.common.errors import UserError
 from clipscale.config.model import ModelConfig
-from clipscale.models.towers import ClipModel, architecture, encoders_of, overrides_timm_sizes
+from clipscale.models.encoders import architecture, encoders_of, overrides_timm_sizes
+from clipscale.models.towers import ClipModel
 from clipscale.models.weights.descriptions import SAFE_TEXT
 from clipscale.models.weights.load_weights import Weights
 
