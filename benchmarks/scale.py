@@ -224,6 +224,10 @@ class FakeWorld(World):
     def cpu_group(self) -> dist.ProcessGroup:
         return dist.distributed_c10d._get_default_group()
 
+    @property
+    def rank0_group(self) -> dist.ProcessGroup:
+        return self.cpu_group
+
 
 def summed(_: None, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
     """A sum of gradients by the fake group, whose work has no result."""
