@@ -1,11 +1,13 @@
 """The wheel holds all that `clipscale train` needs, and the architecture page names what exists."""
 
 import ast
+import io
 import pickle
 import re
 import subprocess
 import sys
 import sysconfig
+import tokenize
 import tomllib
 import venv
 import zipfile
@@ -251,6 +253,28 @@ def test_every_name_on_the_pages_of_the_code_exists() -> None:
     known |= {*StepRecord.__annotations__, "mem_peak_bytes", *(f"{part}_s" for part in parts), "mem_encode_bytes"}
     missing = {word for word in words - known if not any((place / word).exists() for place in places)}
     assert missing == set()
+
+
+# Names of other packages, examples of users' names, and parts of such names.
+NAMES_OF_OTHERS = {"A320", "CoCa", "Lean", "NAME", "caption_2", "class_01", "filter_NAME", "filter_no_NAME", "generate"}
+NAMES_OF_OTHERS |= {"ENDING", "_orig_mod", "init_parameters", "lrr", "step_N", "student", "to_empty"}
+
+
+def test_every_name_in_comments_and_docstrings_exists() -> None:
+    """A renamed field leaves its old name behind there: `name` and `a.name` are words of the code or of its data."""
+    files = [path for top in (PACKAGE, CHECKOUT / "conf") for path in top.rglob("*") if path.is_file()]
+    known = NAMES_OF_OTHERS | {part for path in files for part in path.relative_to(CHECKOUT).with_suffix("").parts}
+    known |= {word for path in files if path.suffix == ".yaml" for word in re.findall(r"\w+", path.read_text())}
+    named = {}
+    for path in PACKAGE.rglob("*.py"):
+        for token in tokenize.generate_tokens(io.StringIO(path.read_text(encoding="utf-8")).readline):
+            is_docstring = token.type == tokenize.STRING and '"""' in token.string[:4]
+            if is_docstring or token.type == tokenize.COMMENT:
+                for words in re.findall(r"`([A-Za-z_][\w.]*)`", token.string):
+                    named |= {word: f"{path}:{token.start[0]}" for word in words.split(".") if word}
+            else:
+                known |= set(re.findall(r"\w+", token.string))
+    assert {word: place for word, place in named.items() if word not in known} == {}
 
 
 def test_every_python_file_that_the_package_names_exists() -> None:
