@@ -22,15 +22,6 @@ from clipscale.config.config_file import to_yaml
 from clipscale.launch.failures import WorkerError
 from clipscale.lifecycle.stopping import exit_on_signal
 
-# The verbs that fetch weights, if they are not on this machine.
-FETCH = ("train", "eval", "embed", "explore")
-# The beginnings of verbs that work in this process. The others start workers, whose launcher handles signals.
-WORK_HERE = ("data ", "export", "plan", "report")
-# The verbs that only print, and write nothing.
-PRINT = ("plan", "data check", "doctor")
-# The verbs that import torch before they print anything. `train` checks whether it has to.
-IMPORT_TORCH = ("eval", "embed", "explore", "export", "plan", "data select", "doctor")
-
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit status: 0, 1 (a failure), 2 (a mistake the user can fix) or 128 + signal."""
@@ -87,7 +78,7 @@ def run(argv: list[str]) -> int:
 
     verb = VERBS[name]
     line = parse_flags(name, words)
-    if not (line.cfg or line.check or name in PRINT):
+    if not (line.cfg or line.check or verb.only_prints):
         ignore_output_errors()
     if line.multirun:
         from clipscale.cli.sweep import run_sweep
@@ -103,14 +94,14 @@ def run(argv: list[str]) -> int:
     arguments = (plain, settings) if verb.plain_words else (settings,)
     verb.check(*arguments)
     if hasattr(settings, "model"):
-        check_weights(settings, checks_connection=name in FETCH and not line.cfg)
+        check_weights(settings, checks_connection=verb.fetches_weights and not line.cfg)
     if line.check and verb.check_work:
         with exit_on_signal():
             announce_task("loading torch", error=True)
             resolve_name(verb.check_work)(settings)
     if line.cfg or line.check:
         return 0
-    with exit_on_signal() if name.startswith(WORK_HERE) else nullcontext():
+    with exit_on_signal() if verb.ends_at_signal else nullcontext():
         status = load_main(name)(*arguments)
     return status if isinstance(status, int) else 0
 
@@ -118,7 +109,7 @@ def run(argv: list[str]) -> int:
 def load_main(name: str) -> Callable[..., object]:
     """The function of a verb. A signal during its imports is answered with a line, as during its work."""
     with exit_on_signal():
-        if name in IMPORT_TORCH:
+        if VERBS[name].imports_torch:
             announce_task("loading torch", error=True)
         else:
             show_task(f"loading clipscale {name}")

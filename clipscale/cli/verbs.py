@@ -41,6 +41,14 @@ class Verb:
     check_work: str = ""
     # The file of conf/ with the verb's presets, NAME.yaml; empty: none.
     conf: str = ""
+    # Whether it downloads weights that are not on this machine. The connection is then checked before the work.
+    fetches_weights: bool = False
+    # Whether it imports torch before it prints anything. The line "loading torch" is then printed first.
+    imports_torch: bool = False
+    # Whether a signal ends its work, with a line. If not, signals are left to `main`, as by a verb that starts workers.
+    ends_at_signal: bool = False
+    # Whether it only prints. All other verbs go on after a closed output (`| head`), because they write files.
+    only_prints: bool = False
 
 
 @dataclass(frozen=True)
@@ -75,6 +83,7 @@ and hydra/sweeper=optuna chooses the values (pip install 'clipscale[sweeps]'). -
 CLIPSCALE_MAX_SAMPLES=1k: no run trains on more samples than this; to try a command out.
 --config-dir DIR adds your own presets, such as DIR/experiment/mine.yaml. Several machines: the scripts in launch/.""",
         conf="train",
+        fetches_weights=True,
     ),
     "eval": Verb(
         EvalRunConfig,
@@ -87,6 +96,8 @@ clipscale eval model.weights=/models/clip-vit-base-patch32 eval.sets=/data/image
         common_keys="model.weights eval.sets eval.root",
         check=check_eval,
         conf="eval",
+        fetches_weights=True,
+        imports_torch=True,
     ),
     "embed": Verb(
         embed.EmbedConfig,
@@ -98,6 +109,8 @@ clipscale embed model=vit-b32 model.weights=laion2b_s34b_b79k data=/data/mine ou
         notes="data=SHARDS is short for data.train=SHARDS.",
         check=embed.check_embed,
         conf="embed",
+        fetches_weights=True,
+        imports_torch=True,
     ),
     "explore": Verb(
         explore.ExploreConfig,
@@ -108,6 +121,8 @@ clipscale embed model=vit-b32 model.weights=laion2b_s34b_b79k data=/data/mine ou
         check=explore.check_explore,
         check_work="clipscale.tools.explore.verb:check",
         conf="explore",
+        fetches_weights=True,
+        imports_torch=True,
     ),
     "plan": Verb(
         plan.PlanConfig,
@@ -119,8 +134,11 @@ clipscale plan experiment=infcl-vit-l14 batch=1M hardware=h100-80g gpus=8 nodes=
         notes="All settings of `clipscale train` are accepted. Exit status 1: the run does not fit.",
         check=lambda settings: plan.target_gpu(plan.on_machine(settings)),
         conf="train",
+        imports_torch=True,
+        ends_at_signal=True,
+        only_prints=True,
     ),
-    "data demo": Verb(data.DemoSettings, "clipscale.tools.data.demo:main", "clipscale data demo"),
+    "data demo": Verb(data.DemoSettings, "clipscale.tools.data.demo:main", "clipscale data demo", ends_at_signal=True),
     "data pack": Verb(
         data.PackSettings,
         "clipscale.tools.data.pack.verb:main",
@@ -130,18 +148,22 @@ clipscale data pack /data/pictures out=/data/small resize=512
 clipscale data pack shop.csv 'columns=[photo,title]' root=/data/photos out=/data/shop""",
         common_keys="holdout.share holdout.by",
         plain_words="SOURCE",
+        ends_at_signal=True,
     ),
     "data index": Verb(
         data.IndexSettings,
         "clipscale.tools.data.make_index:main",
         "clipscale data index '/data/laion/{00000..41455}.tar'\nclipscale data index @shards.txt",
         plain_words="SHARD...",
+        ends_at_signal=True,
     ),
     "data check": Verb(
         data.CheckSettings,
         "clipscale.tools.data.check:main",
         "clipscale data check '/data/laion/{00000..00099}.tar' data.captions=json:caption",
         plain_words="SHARD...",
+        ends_at_signal=True,
+        only_prints=True,
     ),
     "data select": Verb(
         data.SelectSettings,
@@ -149,6 +171,8 @@ clipscale data pack shop.csv 'columns=[photo,title]' root=/data/photos out=/data
         "clipscale data select /data/laion-b32 best=0.8 duplicates=0.95 power=0.5 out=weights.parquet",
         check=data.check_select,
         plain_words="FOLDER",
+        imports_torch=True,
+        ends_at_signal=True,
     ),
     "report": Verb(
         ReportSettings,
@@ -157,6 +181,7 @@ clipscale data pack shop.csv 'columns=[photo,title]' root=/data/photos out=/data
 clipscale report demo
 clipscale report b32 b16 out=both.html""",
         plain_words="RUN...",
+        ends_at_signal=True,
     ),
     "export": Verb(
         ExportSettings,
@@ -167,8 +192,12 @@ clipscale export run=b32 checkpoint=latest out=/models/b32
 clipscale export run=b32 format=hf
 clipscale export run=tuned average=runs/start 'shares=[0.5,0.5]'""",
         check=check_export,
+        imports_torch=True,
+        ends_at_signal=True,
     ),
-    "doctor": Verb(DoctorSettings, "clipscale.tools.doctor:main", "clipscale doctor"),
+    "doctor": Verb(
+        DoctorSettings, "clipscale.tools.doctor:main", "clipscale doctor", imports_torch=True, only_prints=True
+    ),
     "completion": Verb(
         CompletionSettings,
         "clipscale.cli.completion:main",
