@@ -6,6 +6,7 @@ Letters: n rows (images) and m columns (texts) of this rank, D feature width.
 import inspect
 import os
 from collections.abc import Callable, Iterable, Sequence
+from pkgutil import resolve_name
 from typing import Literal, Never, cast
 
 import torch
@@ -24,7 +25,7 @@ from clipscale.loss.runtime import LossRuntime, current_runtime
 from clipscale.loss.similarity import DotProduct, ModuleSimilarity, Similarity
 from clipscale.loss.terms import LossTerm, make_terms
 from clipscale.loss.torch_backend import TorchBackend
-from clipscale.loss.triton.tuning import WIDTH_STEP
+from clipscale.loss.triton.tuning import WIDTH_STEP, TileShape
 
 CHOICES = {"objective": tuple(OBJECTIVES), "exchange": EXCHANGES, "backend": BACKENDS}
 
@@ -258,7 +259,9 @@ def refuse_unknown(function: Callable[..., Tensor], unknown: Iterable[str]) -> N
 def _make_backend(backend_name: str, term: LossTerm, similarity: Similarity, runtime: LossRuntime) -> Backend:
     if backend_name == "triton":
         tiles = runtime.tile_shape(term.inputs.scale.device, term.inputs.dtype)
-        return term.objective.triton_backend()(runtime, tiles)
+        assert term.objective.triton_backend is not None
+        make_backend: Callable[[LossRuntime, TileShape], Backend] = resolve_name(term.objective.triton_backend)
+        return make_backend(runtime, tiles)
     return TorchBackend(term.objective.make_tile_ops(), similarity, runtime, is_dense=backend_name == "dense")
 
 
@@ -269,7 +272,7 @@ def _choose_backend(
     device = inputs.scale.device
     is_gpu = runtime.is_gpu(device)
     obstacle = None
-    if not objective.has_kernels:
+    if objective.triton_backend is None:
         obstacle = "the objective has no kernels"
     elif module is not None:
         obstacle = "the similarity is not the dot product"

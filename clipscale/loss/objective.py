@@ -14,7 +14,6 @@ if TYPE_CHECKING:
     from clipscale.loss.inputs import Inputs
     from clipscale.loss.runtime import LossRuntime
     from clipscale.loss.tile import TileOps
-    from clipscale.loss.triton.backend import TritonBackend
 
 
 @dataclass(frozen=True)
@@ -29,8 +28,8 @@ class Objective:
     is_pairwise: bool = True
     # Whether the loss takes a logit bias, which is trained.
     needs_bias: bool = False
-    # Whether there are Triton kernels for the dot product.
-    has_kernels: bool = False
+    # The backend with its Triton kernels for the dot product, as "module:Class"; None if there is none.
+    triton_backend: str | None = None
     # The public function that computes it, for messages.
     function_name: str = "contrastive_loss"
 
@@ -73,10 +72,6 @@ class Objective:
         """The objective's two functions of a tile of scores, in torch."""
         raise NotImplementedError
 
-    def triton_backend(self) -> "type[TritonBackend]":
-        """The backend with its Triton kernels. Imports Triton."""
-        raise NotImplementedError
-
 
 @dataclass(frozen=True)
 class Softmax(Objective):
@@ -87,7 +82,7 @@ class Softmax(Objective):
     """
 
     is_pairwise: bool = False
-    has_kernels: bool = True
+    triton_backend: str | None = "clipscale.loss.softmax.kernel:TritonSoftmax"
 
     def dense_loss(self, scores: "Tensor", is_positive: "Tensor", paired: int) -> "Tensor":
         value = scores.new_zeros(())
@@ -107,11 +102,6 @@ class Softmax(Objective):
 
         return SoftmaxTileOps()
 
-    def triton_backend(self) -> "type[TritonBackend]":
-        from clipscale.loss.softmax.kernel import TritonSoftmax
-
-        return TritonSoftmax
-
 
 @dataclass(frozen=True)
 class Sigmoid(Objective):
@@ -122,7 +112,7 @@ class Sigmoid(Objective):
     """
 
     needs_bias: bool = True
-    has_kernels: bool = True
+    triton_backend: str | None = "clipscale.loss.sigmoid.kernel:TritonSigmoid"
 
     def dense_loss(self, scores: "Tensor", is_positive: "Tensor", paired: int) -> "Tensor":
         """`scores`: with the bias. A pair that is left out adds softplus(-inf) = 0."""
@@ -132,11 +122,6 @@ class Sigmoid(Objective):
         from clipscale.loss.sigmoid.tile import SigmoidTileOps
 
         return SigmoidTileOps()
-
-    def triton_backend(self) -> "type[TritonBackend]":
-        from clipscale.loss.sigmoid.kernel import TritonSigmoid
-
-        return TritonSigmoid
 
 
 OBJECTIVES: dict[str, Objective] = {

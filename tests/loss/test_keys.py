@@ -9,8 +9,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from clipscale import contrastive_loss
-from clipscale.loss.objective import OBJECTIVES, Softmax
+from clipscale.loss.objective import OBJECTIVES
 from clipscale.loss.similarity import DotProduct
+from clipscale.loss.softmax.tile import SoftmaxTileOps
 from clipscale.loss.torch_backend import TorchBackend
 from tests.loss.cases import Gpu, assert_exact, features, oracle, results
 
@@ -36,14 +37,14 @@ def test_a_gpu_takes_the_kernels_where_they_can_be_had(monkeypatch: pytest.Monke
     """Here a stand-in on the CPU, which says that it was asked."""
     asked = []
 
-    def stand_in(objective: Softmax) -> Any:
-        asked.append(objective)
-        return lambda runtime, shape: TorchBackend(objective.make_tile_ops(), DotProduct(), runtime, is_dense=False)
+    def stand_in(name: str) -> Any:
+        asked.append(name)
+        return lambda runtime, shape: TorchBackend(SoftmaxTileOps(), DotProduct(), runtime, is_dense=False)
 
-    monkeypatch.setattr(Softmax, "triton_backend", stand_in)
+    monkeypatch.setattr("clipscale.loss.api.resolve_name", stand_in)
     u, v = (x.float() for x in features(6, 6, 16))
     results(contrastive_loss, u, v, 14.3, runtime=Gpu())
-    assert asked == [OBJECTIVES["softmax"]]
+    assert asked == [OBJECTIVES["softmax"].triton_backend]
     results(contrastive_loss, u, v, 14.3, runtime=Gpu(), backend="tiled")
     results(contrastive_loss, u.double(), v.double(), 14.3, runtime=Gpu())
     results(contrastive_loss, u, v, 14.3)
