@@ -21,7 +21,7 @@ from clipscale.loss.block import Block, BlockSide, LossParameters, sum_dtype, to
 from clipscale.loss.exchange import GRAD, LOG_SUM_EXP, ComputeFn, Exchange
 from clipscale.loss.inputs import Inputs
 from clipscale.loss.objective import Objective
-from clipscale.loss.runtime import float32_matmuls
+from clipscale.loss.precision import matmul_precision
 from clipscale.loss.similarity import Similarity, row_products
 
 # The first inputs of the loss, in order, as messages name them.
@@ -108,7 +108,7 @@ class ContrastiveLoss(torch.autograd.Function):
         ctx.grads = None
         ctx.count = len(images) * call.exchange.size
         ctx.random = None if call.similarity.is_dot_product else RandomState.now(images.device)
-        with matmul_precision(call, images.device):
+        with matmul_precision(call.inputs, call.similarity):
             rows, cols = call.local_sides(images, texts)
             rows.row_loss = scale.new_zeros(len(rows), dtype=torch.float64)
             if not call.objective.is_pairwise:
@@ -144,7 +144,7 @@ class ContrastiveLoss(torch.autograd.Function):
             row_names, col_names = ctx.names
             rows = BlockSide(**dict(zip(row_names, sides)))
             cols = BlockSide(**dict(zip(col_names, sides[len(row_names) :])))
-            with matmul_precision(call, inputs[0].device), replay_rng(ctx.random):
+            with matmul_precision(call.inputs, call.similarity), replay_rng(ctx.random):
                 grads = gradients(call, rows, cols, inputs, NeedsGrad.of(needed), grad_output / ctx.count)
         return None, *(None if x is None else x.to(like.dtype) for x, like in zip(grads, inputs))
 
@@ -282,25 +282,6 @@ def _gradient_dtype(call: LossCall, features: Tensor) -> torch.dtype:
     """The type of the features' gradient: theirs, or float32 for float16 if the backward pass scales it later."""
     is_scaled_later = features.dtype == torch.float16 and call.objective.is_pairwise
     return torch.float32 if is_scaled_later else features.dtype
-
-
-@contextlib.contextmanager
-def matmul_precision(call: LossCall, device: torch.device) -> Iterator[None]:
-    """In this context, autocast is off, since features are cast already, and float32 matmuls have IEEE precision on
-    CUDA."""
-    matmuls: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
-    # A module keeps the caller's setting.
-    if device.type == "cuda" and call.similarity.is_dot_product:
-        matmuls = float32_matmuls("tf32" if takes_half_precision(call.inputs) else "ieee")
-    with torch.autocast(device.type, enabled=False), matmuls:
-        yield
-
-
-def takes_half_precision(inputs: Inputs) -> bool:
-    """Whether all features, the teachers' too, are in half precision. Their products are then exact in TF32."""
-    teacher_features = inputs.rows.teacher_features
-    has_float32_teacher = teacher_features is not None and teacher_features.itemsize > 2
-    return inputs.dtype.itemsize == 2 and not has_float32_teacher
 
 
 @contextlib.contextmanager

@@ -1,6 +1,7 @@
 """Hardware hooks of the loss: GPU or not, tile shapes, kernel launches, the process group.
 
-The loss takes them from `current_runtime()`. `clipscale plan` sets a fake that computes nothing (`DryRunRuntime`).
+The loss takes them from `current_runtime()`. Three callers replace it, by `running_on`: a run (`train.py`), for the
+timeout of its groups; `clipscale plan`, by a `DryRunRuntime`, which computes nothing; and tests, which choose tiles.
 """
 
 import contextlib
@@ -99,23 +100,3 @@ def running_on(runtime: LossRuntime) -> Iterator[None]:
 def _capability(device: torch.device) -> int:
     major, minor = torch.cuda.get_device_capability(device)
     return 10 * major + minor
-
-
-@contextlib.contextmanager
-def float32_matmuls(precision: str) -> Iterator[None]:
-    """In this context, matmuls of float32 on CUDA have this precision, "ieee" or "tf32".
-
-    `allow_tf32` sets torch's old and new interface alike. After the new one alone, reading the old one raises, as
-    Inductor does.
-    """
-    matmul = torch.backends.cuda.matmul
-    before = matmul.fp32_precision
-    if before == precision:
-        yield
-        return
-    matmul.allow_tf32 = precision == "tf32"
-    try:
-        yield
-    finally:
-        matmul.allow_tf32 = before == "tf32"
-        matmul.fp32_precision = before

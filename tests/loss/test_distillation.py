@@ -13,9 +13,9 @@ from open_clip.loss import DistillClipLoss
 from torch import Tensor
 
 from clipscale import distillation_loss
-from clipscale.loss.autograd import takes_half_precision
 from clipscale.loss.distillation.distillation_objective import add_teachers
 from clipscale.loss.inputs import make_inputs
+from clipscale.loss.precision import takes_half_precision
 from clipscale.loss.reference import dense_contrastive_loss
 from clipscale.tools.plan.memory_tracker import MemoryTracker
 from tests.loss.cases import LossFunction, Phi, assert_exact, features, keys, results, tiles_of

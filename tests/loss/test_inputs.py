@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from clipscale import contrastive_loss
 from clipscale.config.sections import LossConfig
 from clipscale.loss.objective import OBJECTIVES
-from clipscale.loss.runtime import float32_matmuls
+from clipscale.loss.precision import float32_matmuls
 from tests.loss.cases import Phi, assert_exact, error, features, oracle, results
 
 U, V = (x.float() for x in features(6, 8, 4))

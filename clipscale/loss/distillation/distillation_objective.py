@@ -12,12 +12,13 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from clipscale.loss.autograd import LossCall, forward_sweep, matmul_precision
+from clipscale.loss.autograd import LossCall, forward_sweep
 from clipscale.loss.block import BlockSide, LossParameters, sum_dtype
 from clipscale.loss.distillation.tile import DistillationTileOps, TeacherSpec
 from clipscale.loss.exchange import Exchange
 from clipscale.loss.inputs import Inputs
 from clipscale.loss.objective import Objective, Softmax
+from clipscale.loss.precision import matmul_precision
 from clipscale.loss.runtime import LossRuntime
 from clipscale.loss.similarity import DotProduct
 from clipscale.loss.torch_backend import TorchBackend
@@ -104,7 +105,7 @@ def add_teacher_lses(
         call = LossCall(exchange, backend, DotProduct(), softmax, teacher_inputs, check=False, needs_backward=False)
         rows, cols = call.local_sides(images, texts)
         teacher_scale = torch.tensor(teacher.scale, dtype=sum_dtype(images.dtype), device=images.device)
-        with matmul_precision(call, images.device):
+        with matmul_precision(teacher_inputs, DotProduct()):
             forward_sweep(call, rows, cols, LossParameters(teacher_scale, torch.zeros_like(teacher_scale)))
         assert rows.lse is not None and cols.lse is not None
         row_lses.append(rows.lse)
