@@ -10,6 +10,7 @@ import contextlib
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import islice
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -122,10 +123,7 @@ class ContrastiveLoss(torch.autograd.Function):
         if call.check and not math.isfinite(total):
             raise ValueError(explain_non_finite(call, float(total), inputs))
         rows.row_loss = None
-        row_tensors = rows.tensors()
-        col_tensors = cols.tensors()
-        ctx.names = list(row_tensors), list(col_tensors)
-        ctx.save_for_backward(*inputs, *row_tensors.values(), *col_tensors.values())
+        ctx.save_for_backward(*inputs, *rows.pack(), *cols.pack())
         return (total / ctx.count).to(scale.dtype)
 
     @staticmethod
@@ -133,17 +131,15 @@ class ContrastiveLoss(torch.autograd.Function):
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
         call = ctx.call
         needed = ctx.needs_input_grad[1:]
-        saved = ctx.saved_tensors
-        inputs = saved[: len(needed)]
-        sides = saved[len(needed) :]
+        saved = iter(ctx.saved_tensors)
+        inputs = list(islice(saved, len(needed)))
+        rows = BlockSide.unpack(saved)
+        cols = BlockSide.unpack(saved)
         grads = ctx.grads
         ctx.grads = None
         if grads is not None:
             grads = [None if x is None else x.mul_(grad_output) for x in grads]
         else:
-            row_names, col_names = ctx.names
-            rows = BlockSide(**dict(zip(row_names, sides)))
-            cols = BlockSide(**dict(zip(col_names, sides[len(row_names) :])))
             with matmul_precision(call.inputs, call.similarity), replay_rng(ctx.random):
                 grads = gradients(call, rows, cols, inputs, NeedsGrad.of(needed), grad_output / ctx.count)
         return None, *(None if x is None else x.to(like.dtype) for x, like in zip(grads, inputs))

@@ -4,8 +4,10 @@ Letters: n rows (images), m columns (texts), D feature width.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import cached_property
+from itertools import islice
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -43,6 +45,15 @@ class BlockSide:
     def __getitem__(self, index: slice | Tensor) -> "BlockSide":
         """These rows of every tensor. A slice gives views: writing to them writes to this side."""
         return BlockSide(**{name: x[index] for name, x in self.tensors().items()})
+
+    def pack(self) -> list[Tensor | None]:
+        """All fields in their order, for `save_for_backward`."""
+        return list(vars(self).values())
+
+    @classmethod
+    def unpack(cls, saved: Iterator[Any]) -> "BlockSide":
+        """The side whose `pack()` comes next in `saved`."""
+        return cls(*islice(saved, len(fields(cls))))
 
     def tensors_to_send(self) -> list[Tensor]:
         """The tensors that another rank needs."""
