@@ -14,6 +14,7 @@ from clipscale.distributed.parallel import wrap
 from clipscale.distributed.world import World
 from clipscale.loss.objective import OBJECTIVES
 from clipscale.models.towers import ClipModel
+from clipscale.step.agreed_inputs import AgreedInputs
 from clipscale.step.batch_loss import BatchLoss
 from clipscale.step.batch_passes import BatchPasses, TwoTowerPasses
 from clipscale.step.cache.grad_cache import GradCache
@@ -105,7 +106,7 @@ def build_passes(
         pairs = wrapped_pair_encoder(model, world, parallel, precision.dtype)
         return CaptionerPasses(
             cache=make_cache([pairs], loss.loss_of_pairs, chunks=[chunk_sizes.image]),
-            inputs=inputs,
+            inputs=AgreedInputs(inputs),
             caption_weight=config.caption.weight,
             frozen_images=model.image if is_frozen(model.image) else None,
             autocast=precision.autocast,
@@ -115,7 +116,7 @@ def build_passes(
         model.decoder.requires_grad_(False)
     return TwoTowerPasses(
         cache=make_cache(towers, loss, chunks=[chunk_sizes.image, chunk_sizes.text]),
-        inputs=inputs,
+        inputs=AgreedInputs(inputs),
         text_layout=config.data.text_layout,
     )
 

@@ -1,4 +1,4 @@
-"""The two passes over a batch: which input goes to which encoder.
+"""The two passes over a batch: encode and replay.
 
 A captioner has one encoder of pairs in the place of two towers; see `captioner_passes.py`.
 N: samples of this rank, D: feature width.
@@ -14,8 +14,8 @@ from clipscale.batch.text_layout import TextLayout
 from clipscale.common.poll import Poll
 from clipscale.data.loader.host_batch import HostBatch
 from clipscale.data.loader.to_device import TextLoader
+from clipscale.step.agreed_inputs import AgreedInputs, StepAgreement
 from clipscale.step.cache.grad_cache import GradCache
-from clipscale.step.input_builder import InputBuilder, StepAgreement
 from clipscale.step.step_loss import StepLoss
 
 
@@ -33,16 +33,16 @@ class BatchPasses(ABC):
     """A batch's two passes, and its loss: `TwoTowerPasses` or `CaptionerPasses`."""
 
     cache: GradCache
-    inputs: InputBuilder
+    inputs: AgreedInputs
 
     @property
     def sorts_captions(self) -> bool:
         """Whether texts, or a captioner's pairs, are sorted by length; see `InputBuilder`."""
-        return self.inputs.sorts_captions
+        return self.inputs.builder.sorts_captions
 
     @abstractmethod
     def encode(self, batch: HostBatch, before_chunk: Poll) -> EncodedBatch:
-        """First pass. A collective if the ranks must agree on a count (see `InputBuilder`).
+        """First pass. A collective if the ranks must agree on a count (see `AgreedInputs`).
 
         `before_chunk`: called before each chunk, as in `replay`.
         """
@@ -53,11 +53,11 @@ class BatchPasses(ABC):
 
     @abstractmethod
     def start_agreement(self, upcoming: HostBatch | None, *, wants_save: bool) -> StepAgreement:
-        """Begin the agreement on the next step; see `InputBuilder.start_agreement`. A collective."""
+        """Begin the agreement on the next step; see `AgreedInputs.start_agreement`. A collective."""
 
     def discard_agreement(self) -> None:
         """Discard the agreement on the next batch, because that batch or the one before it is discarded."""
-        self.inputs.agreement = None
+        self.inputs.discard_agreement()
 
     @abstractmethod
     def replay(self, before_chunk: Poll) -> None:
@@ -75,7 +75,7 @@ class TwoTowerPasses(BatchPasses):
     text_layout: TextLayout
 
     def encode(self, batch: HostBatch, before_chunk: Poll) -> EncodedBatch:
-        image_features = self.cache.encode_tower(0, self.inputs.images(batch), before_chunk)
+        image_features = self.cache.encode_tower(0, self.inputs.builder.images(batch), before_chunk)
         texts = self.inputs.texts(batch, self.cache.chunks[1])
         return EncodedBatch([image_features, self.cache.encode_tower(1, texts, before_chunk)], texts)
 

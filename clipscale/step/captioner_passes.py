@@ -15,8 +15,8 @@ from clipscale.common.poll import Poll
 from clipscale.data.loader.host_batch import HostBatch
 from clipscale.data.loader.to_device import Images
 from clipscale.models.captioner import count_caption_labels
+from clipscale.step.agreed_inputs import StepAgreement
 from clipscale.step.batch_passes import BatchPasses, EncodedBatch
-from clipscale.step.input_builder import StepAgreement
 from clipscale.step.step_loss import StepLoss
 
 
@@ -49,8 +49,8 @@ class CaptionerPasses(BatchPasses):
             pairs.images = outputs
             features = self.cache.encode_tower(0, pairs, before_chunk, reserved=reserved)
             self.image_bytes = outputs.bytes_each
-        # At least 1, to divide by: there are no labels only if the loader has failed, whose error then ends the step.
-        self.num_labels = max(1, self.inputs.num_caption_labels(own_caption_labels(batch)))
+        # At least 1, because it divides. It is 0 only after a failure of the loader, which ends the step.
+        self.num_labels = max(1, self.inputs.num_caption_labels(local_caption_labels(batch)))
         return EncodedBatch([features], pairs.texts)
 
     def paired_features(self, features: list[Tensor]) -> tuple[Tensor, Tensor]:
@@ -58,7 +58,7 @@ class CaptionerPasses(BatchPasses):
         return pairs[:, 0], pairs[:, 1]
 
     def start_agreement(self, upcoming: HostBatch | None, *, wants_save: bool) -> StepAgreement:
-        labels = own_caption_labels(upcoming) if upcoming else 0
+        labels = local_caption_labels(upcoming) if upcoming else 0
         return self.inputs.start_agreement(upcoming, self.cache.chunks[0], wants_save=wants_save, caption_labels=labels)
 
     def replay(self, before_chunk: Poll) -> None:
@@ -68,11 +68,11 @@ class CaptionerPasses(BatchPasses):
         if self.cache.chunk_loss is None:  # no chunk had a second pass, because nothing trains
             return StepLoss(contrastive)
         caption_loss_sum = self.cache.chunk_loss.clone()  # the sum over ranks is in place
-        self.inputs.world.all_reduce_sum_(caption_loss_sum)
+        self.inputs.builder.world.all_reduce_sum_(caption_loss_sum)
         return StepLoss(contrastive, caption_loss_sum / self.num_labels, self.caption_weight)
 
 
-def own_caption_labels(batch: HostBatch) -> int:
+def local_caption_labels(batch: HostBatch) -> int:
     """The labels in this rank's captions. Waits for all samples."""
     return int(count_caption_labels(batch.tokens(0, batch.num_texts)))
 

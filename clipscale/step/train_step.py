@@ -59,7 +59,7 @@ class StepResult:
     """The result of a step, for the run's loop."""
 
     scalars: StepScalars
-    # Whether any rank wishes to save a checkpoint before the next step.
+    # Whether any rank asks for a checkpoint after this step.
     wants_save: bool
     timer: StepTimer
     # Seconds of the step in which this rank waited for samples.
@@ -99,7 +99,7 @@ class TrainStep:
         Args:
             stream: fills the batch meanwhile. If it fails on a rank, no rank updates its weights.
             step: the step's number, from 1. Messages name it, and it decides whether statistics are computed.
-            wants_save: whether this rank wishes to save a checkpoint after the step; see `StepResult.wants_save`.
+            wants_save: whether this rank asks for a checkpoint after the step; see `StepResult.wants_save`.
             before_chunk: called before each chunk of both passes. What it raises ends the step.
 
         Raises UserError if training has diverged or memory is short; the error of a rank's stream, on all ranks:

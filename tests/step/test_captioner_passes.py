@@ -35,6 +35,7 @@ from clipscale.distributed.world import World
 from clipscale.loss.reference import dense_contrastive_loss
 from clipscale.models.towers import ClipModel
 from clipscale.start.build_step import build_step
+from clipscale.step.agreed_inputs import AgreedInputs
 from clipscale.step.cache import kept_graphs
 from clipscale.step.cache.cast_weights import CastWeights
 from clipscale.step.cache.grad_cache import GradCache
@@ -158,7 +159,7 @@ def captioner_passes(chunk_loss: Tensor | None, labels: int = 4, weight: float =
     """Passes after a replay of captions with so many labels."""
     cache = GradCache([nn.Identity()], torch.sum, chunks=1)
     cache.chunk_loss = chunk_loss
-    inputs = InputBuilder(ONE_RANK, stays_on_device=False, sorts_captions=False)
+    inputs = AgreedInputs(InputBuilder(ONE_RANK, stays_on_device=False, sorts_captions=False))
     return CaptionerPasses(cache, inputs, weight, frozen_images=None, autocast=nullcontext, num_labels=labels)
 
 

@@ -13,7 +13,8 @@ from clipscale.common.errors import DataError, UserError
 from clipscale.data.loader.sorted_texts import SortedTexts
 from clipscale.distributed.world import AsyncReduction, World
 from clipscale.step import train_step
-from clipscale.step.input_builder import InputBuilder, StepAgreement, StepFacts
+from clipscale.step.agreed_inputs import AgreedInputs, StepAgreement, StepFacts
+from clipscale.step.input_builder import InputBuilder
 from clipscale.step.train_step import TrainStep
 from tests.support.checkpoints import ONE_RANK
 from tests.support.ranks import run_ranks
@@ -40,9 +41,9 @@ def test_text_chunks_and_caption_labels_are_known_if_each_rank_knows_its_own(
 
 def test_no_labels_of_any_rank_are_known_without_another_message() -> None:
     agreement = StepAgreement(AsyncReduction(torch.tensor((0, 0, 3, 0, 0))))
-    inputs = InputBuilder(ONE_RANK, stays_on_device=False, sorts_captions=True, agreement=agreement)
+    inputs = InputBuilder(ONE_RANK, stays_on_device=False, sorts_captions=True)
     with patch.object(World, "all_reduce_max", side_effect=AssertionError("another message")):
-        assert inputs.num_caption_labels(own=5) == 0
+        assert AgreedInputs(inputs, agreement).num_caption_labels(local_labels=5) == 0
 
 
 def wishes_to_save(rank: int, world_size: int) -> list[bool]:
@@ -93,6 +94,15 @@ def test_the_captions_of_another_batch_are_not_taken() -> None:
     run_step(step, batches[0], upcoming=batches[1])
     with pytest.raises(AssertionError, match="agreed on another batch"):
         run_step(step, batches[2])
+
+
+def test_captions_in_chunks_of_another_size_are_not_taken() -> None:
+    step = small_step()
+    batch = small_batch()
+    run_step(step, batch, upcoming=batch)
+    step.cache.chunks[1] += 1
+    with pytest.raises(AssertionError, match="chunks of another size"):
+        run_step(step, batch)
 
 
 @pytest.mark.parametrize(

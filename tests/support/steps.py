@@ -11,6 +11,7 @@ from clipscale.data.loader.shard_stream import lengths
 from clipscale.data.shards.features import TeacherFeatures
 from clipscale.distributed.parallel import wrap
 from clipscale.distributed.world import World
+from clipscale.step.agreed_inputs import AgreedInputs
 from clipscale.step.batch_loss import BatchLoss
 from clipscale.step.batch_passes import TwoTowerPasses
 from clipscale.step.cache.grad_cache import GradCache
@@ -46,7 +47,7 @@ def small_step(
     return TrainStep(
         world=world,
         model=model,
-        passes=TwoTowerPasses(cache, inputs, ONE_CAPTION),
+        passes=TwoTowerPasses(cache, AgreedInputs(inputs), ONE_CAPTION),
         precision=formats,
         optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
         ema=None,
