@@ -27,6 +27,15 @@ class LossOptions(TypedDict):
 
 
 @dataclass(frozen=True)
+class Targets:
+    """What the features of a batch are compared with, beside each other."""
+
+    # (N,) int64, equal for samples that are no negatives of each other; None: all others are negatives.
+    sameness_keys: Tensor | None
+    teachers: Sequence[Teacher]
+
+
+@dataclass(frozen=True)
 class BatchLoss:
     """The mean loss of the global batch; every rank returns it. The gradient is the sum of the ranks' gradients.
 
@@ -69,17 +78,17 @@ class BatchLoss:
         `sameness_keys`: (N,) int64; see `uses_sameness_keys`. `teacher_features`: of each teacher its features of the
         pictures and the captions, (N, 2, D).
         """
-        sameness_keys = sameness_keys if self.uses_sameness_keys else None
         teachers = [
             (features[:, 0], features[:, 1], scale)
             for features, scale in zip(teacher_features, self.teacher_scales, strict=True)
         ]
+        targets = Targets(sameness_keys if self.uses_sameness_keys else None, teachers)
         with self.autocast():
-            value = self._loss_of_size(image_features, text_features, sameness_keys, teachers)
+            value = self._loss_of_size(image_features, text_features, targets)
             for size in self.feature_sizes:
                 images = unit_rows(image_features[:, :size], MIN_LENGTH)
                 texts = unit_rows(text_features[:, :size], MIN_LENGTH)
-                value = value + self._loss_of_size(images, texts, sameness_keys, teachers)
+                value = value + self._loss_of_size(images, texts, targets)
             return value
 
     def loss_of_pairs(
@@ -92,43 +101,34 @@ class BatchLoss:
             images.contiguous(), texts.contiguous(), sameness_keys=sameness_keys, teacher_features=teacher_features
         )
 
-    def _loss_of_size(
-        self, images: Tensor, texts: Tensor, sameness_keys: Tensor | None, teachers: Sequence[Teacher]
-    ) -> Tensor:
+    def _loss_of_size(self, images: Tensor, texts: Tensor, targets: Targets) -> Tensor:
         """The loss of features of one size."""
-        if not teachers:
-            return self._contrastive(images, texts, sameness_keys)
+        if not targets.teachers:
+            return self._contrastive(images, texts, targets)
         if OBJECTIVES[self.objective_name].is_symmetric:
-            return self._distilled(images, texts, sameness_keys, teachers, self.distill_weights)
+            return self._distilled(images, texts, targets, self.distill_weights)
         pair_weight, teacher_weight = self.distill_weights
         terms = []
         if pair_weight:
-            terms.append(pair_weight * self._contrastive(images, texts, sameness_keys))
+            terms.append(pair_weight * self._contrastive(images, texts, targets))
         if teacher_weight:
-            terms.append(self._distilled(images, texts, sameness_keys, teachers, (0.0, teacher_weight)))
+            terms.append(self._distilled(images, texts, targets, (0.0, teacher_weight)))
         return sum(terms[1:], terms[0])
 
-    def _distilled(
-        self,
-        images: Tensor,
-        texts: Tensor,
-        sameness_keys: Tensor | None,
-        teachers: Sequence[Teacher],
-        weights: tuple[float, float],
-    ) -> Tensor:
+    def _distilled(self, images: Tensor, texts: Tensor, targets: Targets, weights: tuple[float, float]) -> Tensor:
         return distillation_loss(
             images,
             texts,
             self.model.logit_scale.exp(),
-            teachers,
+            targets.teachers,
             weights,
             exchange=self.exchange_name,
             backend="auto" if self.backend_name == "triton" else self.backend_name,
-            keys=sameness_keys,
+            keys=targets.sameness_keys,
             check=False,
         )
 
-    def _contrastive(self, images: Tensor, texts: Tensor, sameness_keys: Tensor | None) -> Tensor:
+    def _contrastive(self, images: Tensor, texts: Tensor, targets: Targets) -> Tensor:
         return contrastive_loss(
             images,
             texts,
@@ -137,7 +137,7 @@ class BatchLoss:
             objective=self.objective_name,
             exchange=self.exchange_name,
             backend=self.backend_name,
-            keys=sameness_keys,
+            keys=targets.sameness_keys,
             captions=self.captions_per_image,
             check=False,
         )
