@@ -129,7 +129,7 @@ class TrainLoop:
         }
         self.records.add(record, result, train_step.model.logit_scale.exp())
         if not result.scalars.overflows:  # else the optimizer may have no state yet, which also takes memory
-            train_step.set_keep_bytes_if_unknown(result.timer)
+            train_step.size_graph_budget(result.timer)
         return result
 
     def make_before_chunk(self, local_batch: int) -> Poll:

@@ -160,7 +160,7 @@ def test_what_is_trained_is_saved_when_all_data_goes(tmp_path: Path) -> None:
         pytest.param(
             "step.train_step.TrainStep.update", torch.OutOfMemoryError("no memory"), [], marks=pytest.mark.slow
         ),
-        ("step.train_step.TrainStep.set_keep_bytes_if_unknown", OSError(24, "Too many open files"), [3]),
+        ("step.train_step.TrainStep.size_graph_budget", OSError(24, "Too many open files"), [3]),
     ],
 )
 def test_what_ends_a_run_saves_first(

@@ -64,7 +64,7 @@ class Step:
             self.diary.append("rollback")
             raise
 
-    def set_keep_bytes_if_unknown(self, timer: object) -> None:
+    def size_graph_budget(self, timer: object) -> None:
         pass
 
 

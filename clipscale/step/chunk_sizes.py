@@ -24,7 +24,7 @@ from clipscale.distributed.agreement import run_on_all_ranks
 from clipscale.distributed.world import World
 from clipscale.models.towers import ClipModel
 from clipscale.step.cache.batch_norm import batch_norms
-from clipscale.step.measurements import usable_bytes
+from clipscale.step.memory import usable_bytes
 
 # Samples per chunk on a CPU. Larger chunks fit there too, but are not faster.
 CPU_CHUNK = 256

@@ -1,4 +1,4 @@
-"""Measurements of a step: time and memory of its parts, numbers read from the device, and the memory left for graphs.
+"""Measurements of a step: time and memory of its parts, and numbers read from the device.
 
 Times and numbers are read without waiting for what the device has queued later.
 """
@@ -15,17 +15,8 @@ import torch
 from torch import Tensor
 from torch.profiler import record_function
 
-from clipscale.common import ranks
-from clipscale.common.memory import free_memory
-from clipscale.distributed.world import World
-from clipscale.step.cache.kept_graphs import free_gpu_memory
-
 # The least time that counts as passed: a virtual machine's clock may show the same time twice.
 CLOCK_STEP_S = 1e-6
-# Share of the free memory that a step may use. The rest is for fragmentation and, on a host, for other programs.
-USABLE_SHARE = {"cuda": 0.9, "cpu": 0.5}
-# Bytes of a host that always stay free.
-HOST_RESERVE = 4 << 30
 
 
 class StepTimer:
@@ -153,24 +144,3 @@ class Readback:
     def read(self) -> list[float]:
         """The numbers of `start`, as floats. Waits for them."""
         return [float(value) for value in self.wait().tolist()]
-
-
-def measured_keep_bytes(world: World, timer: StepTimer, graph_bytes: int) -> int:
-    """A collective: the bytes for kept graphs after the first step with `cache.keep=auto`, the least of all ranks.
-
-    The first step keeps no graph. It measures a chunk's graph (`graph_bytes`; see `KeptGraphs`) and its own working
-    memory (`StepTimer.working_bytes`). Later steps keep graphs in the free memory, less the working memory and a
-    margin. The graph of a replayed chunk needs no memory of its own: the kept graphs of its tower are backpropagated
-    and freed before the first replay.
-    """
-    rest = max(0, usable_bytes(world.device) - timer.working_bytes(graph_bytes))
-    [negated_least] = world.all_reduce_max(-rest)  # a minimum
-    return -negated_least
-
-
-def usable_bytes(device: torch.device) -> int:
-    """Free memory that a step may use: of the GPU, or this process's share of the host's."""
-    if device.type == "cpu":
-        free = free_memory()
-        return min(int(USABLE_SHARE["cpu"] * free), free - HOST_RESERVE) // ranks.local_world_size()
-    return int(USABLE_SHARE["cuda"] * free_gpu_memory())

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from clipscale.batch.chunks import ChunkSizes
-from clipscale.common.errors import UserError, clear_frames, one_line
+from clipscale.common.errors import UserError, clear_frames
 from clipscale.common.poll import Poll
 from clipscale.common.rng import RandomState
 from clipscale.data.loader.host_batch import HostBatch
@@ -25,7 +25,8 @@ from clipscale.step.cache.batch_norm import snapshot_batch_norm
 from clipscale.step.cache.grad_cache import GradCache
 from clipscale.step.ema import WeightEma
 from clipscale.step.feature_statistics import STATISTICS_INTERVAL, PendingStatistics, start_statistics
-from clipscale.step.measurements import StepTimer, measured_keep_bytes
+from clipscale.step.measurements import StepTimer
+from clipscale.step.memory import measured_keep_bytes, out_of_memory_as_user_error
 from clipscale.step.precision import Precision
 from clipscale.step.step_loss import StepLoss, StepScalars
 
@@ -110,7 +111,7 @@ class TrainStep:
         self.optimizer.zero_grad()
         with self.phase(timer, "encode", step):
             features, texts = self.passes.encode(batch, before_chunk)
-        with self.out_of_memory_as_user_error("statistics", step):
+        with out_of_memory_as_user_error(self.cache, self.chunk_sizes, "statistics", step):
             statistics = self.start_statistics(features, step)
         with self.phase(timer, "loss", step):
             loss = self.cache.loss(*features, **self.loss_options(batch))
@@ -157,7 +158,7 @@ class TrainStep:
 
     @property
     def cache(self) -> GradCache:
-        """The gradient cache of the passes. Its loss is a `BatchLoss`."""
+        """The gradient cache of the passes. Its loss calls a `BatchLoss`."""
         return self.passes.cache
 
     def loss_options(self, batch: HostBatch) -> LossOptions:
@@ -181,8 +182,7 @@ class TrainStep:
 
         A collective. Raises as `run` does.
 
-        The host waits for the device here, to read the scalars. It also waits in the loss, which reads the logit scale
-        (Triton kernels) or bounds and sums (torch's tiles) on the host.
+        The host waits for the device here, to read the scalars.
         """
         if stream.failure:
             self.poison_gradients()
@@ -255,7 +255,7 @@ class TrainStep:
 
     # ---- chunks and their memory ----
 
-    def set_keep_bytes_if_unknown(self, timer: StepTimer) -> None:
+    def size_graph_budget(self, timer: StepTimer) -> None:
         """With `cache.keep=auto`, after the first update, set the memory for kept graphs to what this step left free.
 
         A collective in that step. Later calls do nothing.
@@ -267,19 +267,5 @@ class TrainStep:
     @contextmanager
     def phase(self, timer: StepTimer, name: str, step: int) -> Iterator[None]:
         """Context of a phase of a step, which the timer measures. Raises as `out_of_memory_as_user_error` does."""
-        with self.out_of_memory_as_user_error(name, step), timer(name):
+        with out_of_memory_as_user_error(self.cache, self.chunk_sizes, name, step), timer(name):
             yield
-
-    @contextmanager
-    def out_of_memory_as_user_error(self, part: str, step: int) -> Iterator[None]:
-        """Context of a part of a step. Raises UserError if the device runs out of memory."""
-        try:
-            yield
-        except torch.OutOfMemoryError as error:
-            chunks = f"{self.chunk_sizes.image} images and {self.chunk_sizes.text} captions"
-            graphs = sum(self.cache.num_kept_graphs)
-            kept = f" with {graphs} kept graphs (cache.keep=none keeps none)" if graphs else ""
-            raise UserError(
-                f"step {step}: out of memory in {part}, in chunks of {chunks}{kept} ({one_line(error)}); clipscale "
-                "plan with the settings of this run says what fits"
-            ) from error

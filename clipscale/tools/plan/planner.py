@@ -18,7 +18,7 @@ from clipscale.data.order import BatchShare
 from clipscale.data.shards.counts import count_if_quick
 from clipscale.data.shards.listing import local_shards
 from clipscale.step.chunk_sizes import CPU_CHUNK, batch_norm_chunk, check_sizes
-from clipscale.step.measurements import USABLE_SHARE
+from clipscale.step.memory import USABLE_SHARE
 from clipscale.tools.plan.assumed import ASSUMED
 from clipscale.tools.plan.dry_run import DryRun, dry_run
 from clipscale.tools.plan.remedies import Remedy, possible_remedies

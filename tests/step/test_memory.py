@@ -9,8 +9,9 @@ import torch
 
 from clipscale.config.sections import CacheConfig, OptimConfig
 from clipscale.distributed.world import World
-from clipscale.step import measurements
-from clipscale.step.measurements import StepTimer, measured_keep_bytes
+from clipscale.step import memory
+from clipscale.step.measurements import StepTimer
+from clipscale.step.memory import measured_keep_bytes
 from tests.step.cache.test_kept_graphs import N, cached
 from tests.support.checkpoints import ONE_RANK
 from tests.support.runs import four_step_config, train_loop
@@ -26,7 +27,7 @@ def test_auto_measures_in_the_first_step_and_then_keeps_what_it_has_left(
     """The rank that has least decides. The step built and dropped a graph of 30 bytes, so one more may be kept. The
     optimizer's state, 90 bytes, is made in the first update, and stays."""
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 60 + 90)
-    monkeypatch.setattr(measurements, "usable_bytes", lambda device: 900)
+    monkeypatch.setattr(memory, "usable_bytes", lambda device: 900)
     monkeypatch.setattr(World, "all_reduce_max", lambda self, *values: [max(-other_rank, *values)])
     gpu = torch.device("cuda")
     timer = StepTimer(gpu)
@@ -54,10 +55,10 @@ def test_on_a_cpu_auto_keeps_the_graphs_of_a_batch_that_fits_from_the_second_ste
 def test_on_a_cpu_auto_leaves_memory_to_others(monkeypatch: pytest.MonkeyPatch, free: int, usable: int) -> None:
     """It leaves half of the memory, and at least 4 GiB. The ranks of a machine share the rest."""
     cpu = torch.device("cpu")
-    monkeypatch.setattr(measurements, "free_memory", lambda: free << 30)
+    monkeypatch.setattr(memory, "free_memory", lambda: free << 30)
     for ranks in (1, 2):
         monkeypatch.setenv("LOCAL_WORLD_SIZE", str(ranks))
-        assert max(0, measurements.usable_bytes(cpu)) == (usable << 30) // ranks
+        assert max(0, memory.usable_bytes(cpu)) == (usable << 30) // ranks
 
 
 def test_graphs_are_kept_only_when_the_optimizer_has_its_state(
