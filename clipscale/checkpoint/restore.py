@@ -8,10 +8,10 @@ from fsspec.implementations.dirfs import DirFileSystem
 
 from clipscale.checkpoint.copy_store import LOCAL, complete_checkpoints, copy_records, open_store
 from clipscale.checkpoint.loading import verify
+from clipscale.common.credentials import NO_CREDENTIALS, no_credentials
 from clipscale.common.errors import UserError, one_line, to_user_error
 from clipscale.common.goal import Goal
 from clipscale.common.terminal import log_line, log_warning
-from clipscale.data.shards.credentials import NO_CREDENTIALS, no_credentials
 from clipscale.run_folder.chosen_checkpoint import BestFinder
 from clipscale.run_folder.disk import TEMPORARY, discard
 from clipscale.run_folder.paths import METRICS, checkpoints_of, step_of
