@@ -16,11 +16,11 @@ from clipscale.distributed.agreement import run_long_on_rank0, run_on_rank0
 from clipscale.distributed.join import destroy_world, init_world
 from clipscale.distributed.world import World
 from clipscale.lifecycle.run_lock import RunLock
+from clipscale.lifecycle.stopping import COPY_WITHIN_S
 from clipscale.loss.runtime import LossRuntime, running_on
 from clipscale.run_folder.paths import RESULT
 from clipscale.start.shared_storage import check_shared
 from clipscale.start.start_run import start_run
-from clipscale.train_loop import COPY_WITHIN_S
 
 
 def train(config: TrainConfig) -> RunResult:

@@ -6,7 +6,7 @@
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import count
 from pathlib import Path
@@ -24,17 +24,13 @@ from clipscale.lifecycle.early_end import closing_all, saving_on_early_end, stop
 from clipscale.lifecycle.intervals import Intervals
 from clipscale.lifecycle.run_lock import RunLock
 from clipscale.lifecycle.signal_poller import SignalPoller
+from clipscale.lifecycle.stopping import COPY_WITHIN_S
 from clipscale.log.records import StepRecord
 from clipscale.step.checkpoint_state import gather_checkpoint_state
 from clipscale.step.compiled import eager_for_new_shapes
 from clipscale.step.optim import Schedule
 from clipscale.step.train_step import StepResult, TrainStep
 from clipscale.step_records import StepRecords
-
-# After a signal the run saves, and then waits about this many seconds at most for the checkpoint's copy. The launcher
-# kills its workers `launch.local.SHUTDOWN_S` (150 s) after the signal. So a save has 90 s before it takes from the
-# copy's time. With torch 2.11 workers are killed after 30 s.
-COPY_WITHIN_S = 60.0
 
 
 @dataclass
@@ -64,6 +60,12 @@ class TrainLoop:
     checkpoint_template: CheckpointDescription
     # Prints the last lines of the run.
     print_summary: Callable[[RunResult], None]
+
+    # The last step before this start.
+    step_at_start: int = field(init=False)
+    # When the last save of this start began, by `time.monotonic()`; before the first one, when the loop was built.
+    saved_at: float = field(init=False)
+    signal_poller: SignalPoller = field(init=False)
 
     def __post_init__(self) -> None:
         self.step_at_start = self.step

@@ -29,7 +29,13 @@ from clipscale.config.train_config import TrainConfig
 from clipscale.data.loader.fork_server import warm_up
 from clipscale.launch.failures import cause_of_end, first_failure, write_failure
 from clipscale.launch.launcher_variables import check_launcher_variables
-from clipscale.lifecycle.stopping import effective_signal, exit_on_signal, has_received_signal, stop_message
+from clipscale.lifecycle.stopping import (
+    SHUTDOWN_S,
+    effective_signal,
+    exit_on_signal,
+    has_received_signal,
+    stop_message,
+)
 
 if TYPE_CHECKING:
     from torch.numa.binding import NumaOptions
@@ -52,8 +58,6 @@ class LaunchSettings(Protocol):
 TRAIN_FUNCTION = "clipscale.train:train"
 # Ends the line about a signal that comes at a training run's start or end, when there is nothing to save.
 NOTHING_TO_SAVE = " outside a step: there was nothing to save"
-# Seconds after a signal in which workers may save. Then the launcher kills them. torch 2.11 always gives them 30.
-SHUTDOWN_S = 150
 # A worker that returns after a signal waits this many seconds for its launcher.
 ANSWER_WITHIN_S = 5.0
 # Signals that the launcher forwards to its workers.

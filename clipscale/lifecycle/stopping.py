@@ -22,6 +22,11 @@ SAME_CTRL_C_S = 1.0
 HANDLER_WITHIN_S = 1.0
 # After the handler the main thread has this many seconds to leave its work.
 LEAVE_WITHIN_S = 15.0
+# After a signal a run saves, and then waits about this many seconds at most for the checkpoint's copy.
+COPY_WITHIN_S = 60
+# Seconds after a signal in which workers may save and copy. Then the launcher kills them. So a save has 90 s before it
+# takes from the copy's time. torch 2.11 always gives workers 30 s.
+SHUTDOWN_S = 90 + COPY_WITHIN_S
 
 
 class SignalError(UserError):
