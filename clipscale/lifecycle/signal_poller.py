@@ -4,7 +4,7 @@ import math
 import os
 import signal
 import time
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from typing import NamedTuple
 
 from clipscale.distributed.world import AsyncReduction, World
@@ -53,15 +53,15 @@ class SignalPoller:
         self._interval = 1
         self._calls_left = 1
         self._asked_at = self._voted_at
+        self._handlers = ExitStack()
 
     def __enter__(self) -> None:
-        self._handling = handling_signals(
-            self._record, lambda signum: self._world.signals.publish(effective_signal(signum))
+        self._handlers.enter_context(
+            handling_signals(self._record, lambda signum: self._world.signals.publish(effective_signal(signum)))
         )
-        self._handling.__enter__()
 
     def __exit__(self, *_: object) -> None:
-        self._handling.__exit__(None, None, None)
+        self._handlers.close()
 
     def poll(self, *, every_call: bool = False) -> None:
         """Raise SignalError on all ranks at once, if a signal has come to any. All ranks call it equally often.
