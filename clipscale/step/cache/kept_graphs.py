@@ -216,8 +216,8 @@ class GraphBudget:
         """After all first passes: if a graph did not fit, drop this step's graphs and keep none from now on.
 
         Each rank decides alone if no tower's pass communicates. Under FSDP2, which gathers weights, and with
-        synchronised batch normalisation all ranks decide together: while graphs are kept, this call is a collective.
-        `device`: of the ranks' message.
+        synchronised batch normalisation all ranks decide together. This call is then a collective in every step, unless
+        `keep_bytes` is 0 or None, or a graph did not fit before. `device`: of the ranks' message.
         """
         is_short = any(graphs.is_out_of_memory for graphs in self.graphs_of_towers)
         keeps_graphs = self.keep_bytes and not self.is_disabled
