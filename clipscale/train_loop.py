@@ -48,6 +48,8 @@ class TrainLoop:
 
     # What is trained, on which data, and how its rate changes.
     train_step: TrainStep
+    # Whether the towers run compiled code.
+    is_compiled: bool
     stream: TrainStream
     schedule: Schedule
 
@@ -156,7 +158,7 @@ class TrainLoop:
         self.records.flush()
         ema = train_step.ema if self.evaluation.uses_ema else None
         try:
-            with ema.swapped_in() if ema else nullcontext(), eager_for_new_shapes(train_step.is_compiled):
+            with ema.swapped_in() if ema else nullcontext(), eager_for_new_shapes(self.is_compiled):
                 results = evaluate(
                     train_step.model,
                     self.evaluation,

@@ -44,7 +44,6 @@ class Step:
         self.precision = SimpleNamespace(autocast=nullcontext)
         self.cache = SimpleNamespace(num_chunk_passes=lambda rows: 2)
         self.ema = None
-        self.is_compiled = False
         self.is_updating = False
 
     def run(
@@ -180,6 +179,7 @@ class Loop:
             schedule=Schedule(peak=0.1, total=4, warmup=0, cooldown=0, final=0.0, is_cosine=True, steps_before=0),
             intervals=intervals,
             checkpoint_template=CheckpointDescription(),
+            is_compiled=False,
             print_summary=lambda result: self.diary.append(f"summary of step {result['step']}"),
             **parts,
         )

@@ -40,6 +40,8 @@ class BuiltRun:
     """What a run trains, on what data and by which schedule, ready for its next step."""
 
     train_step: TrainStep
+    # Whether the towers run compiled code.
+    is_compiled: bool
     stream: TrainStream
     schedule: Schedule
     flops: Flops
@@ -74,10 +76,11 @@ def build(resolved: ResolvedRun, world: World) -> BuiltRun:
 
         flops = Flops.of(config.model, model, world.device, config.data.text_layout.texts_per_sample)
         operations_left = (data.schedule.end - resolved.step) * data.local_batch * flops.per_sample()
-        if should_compile(config.model.compile, operations_left, flops.peak):
-            compile_step(train_step, config, data.local_batch)
+        is_compiled = should_compile(config.model.compile, operations_left, flops.peak) and compile_step(
+            train_step, config, data.local_batch
+        )
         undo.pop_all()
-    return BuiltRun(train_step, data.stream, data.schedule, flops)
+    return BuiltRun(train_step, is_compiled, data.stream, data.schedule, flops)
 
 
 # ---- model, and its chunk sizes ----
@@ -136,8 +139,8 @@ def restore_state(resolved: ResolvedRun, train_step: TrainStep, world: World) ->
         RandomState(state_of_rank.cpu, state_of_rank.cuda if world.device.type == "cuda" else None).restore()
 
 
-def compile_step(train_step: TrainStep, config: TrainConfig, local_batch: int) -> None:
-    """Compile the towers, and say in the step whether they run compiled code. If not, a warning says why."""
+def compile_step(train_step: TrainStep, config: TrainConfig, local_batch: int) -> bool:
+    """Compile the towers. Returns whether they run compiled code; if not, a warning says why."""
     show_task("compiling the towers")
     model = train_step.model
     world = train_step.world
@@ -153,4 +156,4 @@ def compile_step(train_step: TrainStep, config: TrainConfig, local_batch: int) -
     )
     if problem and world.is_rank0:
         log_warning(f"model.compile={config.model.compile}: the towers run without compiled code ({problem})")
-    train_step.is_compiled = not problem
+    return not problem

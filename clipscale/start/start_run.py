@@ -76,6 +76,7 @@ def start_run(
             step=resolved.step,
             loss=resolved.loss,
             train_step=built.train_step,
+            is_compiled=built.is_compiled,
             stream=built.stream,
             schedule=built.schedule,
             intervals=intervals,

@@ -87,8 +87,6 @@ class TrainStep:
     clip_norm: float | None
     # The cache's chunk sizes, which a checkpoint holds.
     chunk_sizes: ChunkSizes
-    # Whether the towers run compiled code.
-    is_compiled: bool = False
     # Whether an update has begun and not ended. If an error ends it, some weights may be updated and others not.
     is_updating: bool = False
 
