@@ -5,7 +5,6 @@
 
 import time
 from collections.abc import Callable
-from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import count
@@ -17,7 +16,6 @@ from clipscale.common.record import Results, RunResult
 from clipscale.common.terminal import show_task
 from clipscale.config.stages import Stage
 from clipscale.data.loader.stream import TrainStream
-from clipscale.distributed.fsdp import reshard
 from clipscale.distributed.world import World
 from clipscale.eval.run import Evaluation, ResultsFile, evaluate
 from clipscale.lifecycle.early_end import closing_all, saving_on_early_end, stop_if_folder_removed
@@ -107,7 +105,7 @@ class TrainLoop:
         """One exact optimizer step over the global batch; see `TrainStep.run`. A collective."""
         step = self.step + 1
         train_step = self.train_step
-        lr = self.schedule.apply(train_step.optimizer, step)
+        lr = self.schedule.lr(step)
         with train_step.rollback_on_error(self.stream):
             batch = self.stream.next_batch()  # its samples may still be arriving
             if self.world.is_rank0 and self.step == 0:
@@ -120,6 +118,7 @@ class TrainLoop:
                 batch,
                 self.stream,
                 step,
+                lr=lr,
                 wants_save=is_overdue,
                 before_chunk=self.make_before_chunk(len(batch)),
             )
@@ -131,7 +130,7 @@ class TrainLoop:
             "batch": self.stage.global_batch,
             "lr": lr,
         }
-        self.records.add(record, result, train_step.model.logit_scale.exp())
+        self.records.add(record, result, train_step.logit_scale)
         if not result.scalars.overflows:  # else the optimizer may have no state yet, which also takes memory
             train_step.size_graph_budget(result.timer)
         return result
@@ -147,7 +146,7 @@ class TrainLoop:
         def before_chunk() -> None:
             self.signal_poller.poll()
             self.records.log_if_ready()
-            total = self.train_step.cache.num_chunk_passes(local_batch)
+            total = self.train_step.num_chunk_passes(local_batch)
             self.records.show_progress(f"step {self.step + 1}", next(passes), total)
 
         return before_chunk
@@ -156,21 +155,18 @@ class TrainLoop:
         """The results of the current model, which are also written to RUN/eval/step_N.json. A collective."""
         train_step = self.train_step
         self.records.flush()
-        ema = train_step.ema if self.evaluation.uses_ema else None
-        try:
-            with ema.swapped_in() if ema else nullcontext(), eager_for_new_shapes(self.is_compiled):
-                results = evaluate(
-                    train_step.model,
-                    self.evaluation,
-                    self.world,
-                    autocast=train_step.precision.autocast,
-                    file=ResultsFile(self.run_dir, self.step, self.evaluation.facts),
-                    poll=partial(self.signal_poller.poll, every_call=True),
-                    poll_while_waiting=self.signal_poller.poll_while_waiting,
-                    progress=self.records.show_progress,
-                )
-        finally:
-            reshard(train_step.model)
+        uses_ema = self.evaluation.uses_ema
+        with train_step.weights_for_evaluation(uses_ema=uses_ema), eager_for_new_shapes(self.is_compiled):
+            results = evaluate(
+                train_step.model,
+                self.evaluation,
+                self.world,
+                autocast=train_step.precision.autocast,
+                file=ResultsFile(self.run_dir, self.step, self.evaluation.facts),
+                poll=partial(self.signal_poller.poll, every_call=True),
+                poll_while_waiting=self.signal_poller.poll_while_waiting,
+                progress=self.records.show_progress,
+            )
         self.records.log_evaluation(self.step, results)
         return results
 

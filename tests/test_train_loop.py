@@ -24,6 +24,8 @@ from tests.support.checkpoints import ONE_RANK
 from tests.support.user_errors import refused
 
 BATCH = 12
+# The learning rates of the four steps.
+RATES = (0.1, 0.075, 0.05, 0.025)
 
 
 def results_of(step: int) -> dict[str, dict[str, float]]:
@@ -38,17 +40,23 @@ class Step:
         self.diary = diary
         self.during = during
         self.saves_after = saves_after
-        self.model = torch.nn.Module()
-        self.model.register_parameter("logit_scale", torch.nn.Parameter(torch.zeros(())))
-        self.optimizer = torch.optim.SGD(self.model.parameters())
+        self.model = torch.nn.Identity()
+        self.logit_scale = torch.ones(())
         self.precision = SimpleNamespace(autocast=nullcontext)
-        self.cache = SimpleNamespace(num_chunk_passes=lambda rows: 2)
-        self.ema = None
         self.is_updating = False
+        self.has_weights_for_evaluation = False
 
     def run(
-        self, batch: "Batch", stream: object, step: int, *, wants_save: bool, before_chunk: Callable[[], None]
+        self,
+        batch: "Batch",
+        stream: object,
+        step: int,
+        *,
+        lr: float,
+        wants_save: bool,
+        before_chunk: Callable[[], None],
     ) -> object:
+        assert lr == pytest.approx(RATES[step - 1])
         self.during(step)
         before_chunk()
         self.diary.append(f"step {step}")
@@ -62,6 +70,16 @@ class Step:
         except Exception:
             self.diary.append("rollback")
             raise
+
+    @contextmanager
+    def weights_for_evaluation(self, *, uses_ema: bool) -> Iterator[None]:
+        assert uses_ema
+        self.has_weights_for_evaluation = True
+        yield
+        self.has_weights_for_evaluation = False
+
+    def num_chunk_passes(self, local_batch: int) -> int:
+        return 2
 
     def size_graph_budget(self, timer: object) -> None:
         pass
@@ -156,12 +174,13 @@ class Loop:
         stream = Part(
             self.diary, "stream", next_batch=Batch, set_poll=lambda poll: None, raise_failure=lambda: None, waited_s=0
         )
+        self.step = Step(self.diary, lambda number: during(self, number), saves_after)
         parts: dict[str, Any] = {
-            "train_step": Step(self.diary, lambda number: during(self, number), saves_after),
+            "train_step": self.step,
             "stream": stream,
             "records": Records(self.diary),
             "saver": Saver(self.diary, best),
-            "evaluation": Evaluation(sets=["birds"] * sets),
+            "evaluation": Evaluation(sets=["birds"] * sets, uses_ema=True),
         }
         self.loop = TrainLoop(
             world=ONE_RANK,
@@ -176,7 +195,7 @@ class Loop:
             ),
             step=step,
             loss=math.nan,
-            schedule=Schedule(peak=0.1, total=4, warmup=0, cooldown=0, final=0.0, is_cosine=True, steps_before=0),
+            schedule=Schedule(peak=0.1, total=4, warmup=0, cooldown=4, final=0.0, is_cosine=False, steps_before=0),
             intervals=intervals,
             checkpoint_template=CheckpointDescription(),
             is_compiled=False,
@@ -197,6 +216,7 @@ def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Loop]
         loop = Loop(tmp_path, **options)
 
         def evaluate(*given: object, file: Any, **named: object) -> dict[str, dict[str, float]]:
+            assert loop.step.has_weights_for_evaluation
             loop.diary.append(f"evaluate {loop.loop.step}")
             return results_of(loop.loop.step)
 

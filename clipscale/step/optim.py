@@ -241,9 +241,8 @@ class Schedule:
             return self.peak
         return low + (self.peak - low) * remaining / self.cooldown
 
-    def apply(self, optimizer: torch.optim.Optimizer, step: int) -> float:
-        """Set the learning rate of every parameter group for this step; returns it."""
-        lr = self.lr(step)
-        for group in optimizer.param_groups:
-            group["lr"] = lr * group.get("lr_scale", 1.0)
-        return lr
+
+def set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:
+    """Set the learning rate of every parameter group, times the group's own factor."""
+    for group in optimizer.param_groups:
+        group["lr"] = lr * group.get("lr_scale", 1.0)

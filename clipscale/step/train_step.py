@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -27,6 +27,7 @@ from clipscale.step.ema import WeightEma
 from clipscale.step.feature_statistics import STATISTICS_INTERVAL, PendingStatistics, start_statistics
 from clipscale.step.measurements import StepTimer
 from clipscale.step.memory import measured_keep_bytes, out_of_memory_as_user_error
+from clipscale.step.optim import set_lr
 from clipscale.step.precision import Precision
 from clipscale.step.step_loss import StepLoss, StepScalars
 
@@ -91,13 +92,14 @@ class TrainStep:
     is_updating: bool = False
 
     def run(
-        self, batch: HostBatch, stream: BatchStream, step: int, *, wants_save: bool, before_chunk: Poll
+        self, batch: HostBatch, stream: BatchStream, step: int, *, lr: float, wants_save: bool, before_chunk: Poll
     ) -> StepResult:
         """One step, with the gradient of the whole global batch. A collective.
 
         Args:
             stream: fills the batch meanwhile. If it fails on a rank, no rank updates its weights.
             step: the step's number, from 1. Messages name it, and it decides whether statistics are computed.
+            lr: the step's learning rate.
             wants_save: whether this rank asks for a checkpoint after the step; see `StepResult.wants_save`.
             before_chunk: called before each chunk of both passes. What it raises ends the step.
 
@@ -106,6 +108,7 @@ class TrainStep:
         """
         timer = StepTimer(self.world.device)
         waited_before = stream.waited_s
+        set_lr(self.optimizer, lr)
         self.optimizer.zero_grad()
         with self.phase(timer, "encode", step):
             features, texts = self.passes.encode(batch, before_chunk)
@@ -152,12 +155,31 @@ class TrainStep:
             reshard(self.model)  # the error may have left FSDP2's weights gathered
             raise
 
+    @contextmanager
+    def weights_for_evaluation(self, *, uses_ema: bool) -> Iterator[None]:
+        """Context of an evaluation of the model. `uses_ema`: with its averaged weights, if there is an average."""
+        ema = self.ema if uses_ema else None
+        try:
+            with ema.swapped_in() if ema else nullcontext():
+                yield
+        finally:
+            reshard(self.model)
+
     # ---- around the passes ----
 
     @property
     def cache(self) -> GradCache:
         """The gradient cache of the passes. Its loss calls a `BatchLoss`."""
         return self.passes.cache
+
+    @property
+    def logit_scale(self) -> Tensor:
+        """The logit scale, a multiplier."""
+        return self.model.logit_scale.exp()
+
+    def num_chunk_passes(self, local_batch: int) -> int:
+        """The number of calls of `before_chunk` in a step; see `GradCache.num_chunk_passes`."""
+        return self.cache.num_chunk_passes(local_batch)
 
     def loss_options(self, batch: HostBatch) -> LossOptions:
         """The keywords of the loss, on the device. Waits for all samples."""

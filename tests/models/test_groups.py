@@ -15,7 +15,7 @@ from clipscale.config.model import ModelConfig, TowerConfig
 from clipscale.config.sections import OptimConfig, ScheduleConfig
 from clipscale.models.groups import layer_groups, lock, rate_factors
 from clipscale.models.towers import build_model
-from clipscale.step.optim import Schedule, build_optimizer
+from clipscale.step.optim import Schedule, build_optimizer, set_lr
 
 GROUPS = files.read_yaml(Path(__file__).with_name("groups.yaml"))
 TEXT = {"context_length": 8, "vocab_size": 99, "width": 32, "heads": 2, "layers": 3}
@@ -69,7 +69,8 @@ def test_rates_are_multiplied_with_the_schedule_and_scale_the_step() -> None:
     model = build_model(settings)
     plain = OptimConfig(name="momentum", lr=1.0, betas=(0.0, 0.0), weight_decay=0.0)
     optimizer = build_optimizer(model, plain, scales=model.rate_factors(settings))
-    lr = Schedule.build(ScheduleConfig(warmup="10"), OptimConfig(lr=1.0), 1, 100, None, 0).apply(optimizer, 5)
+    lr = Schedule.build(ScheduleConfig(warmup="10"), OptimConfig(lr=1.0), 1, 100, None, 0).lr(5)
+    set_lr(optimizer, lr)
     rate = {id(p): group["lr"] for group in optimizer.param_groups for p in group["params"]}
     expected = {"logit_scale": 1.0, "text.encoder.token_embedding.weight": 0.1, "text.encoder.text_projection": 0.1}
     expected |= {"image.encoder.proj": 0.5, "image.encoder.conv1.weight": 0.5 * 0.25**4}

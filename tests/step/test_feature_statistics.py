@@ -73,19 +73,19 @@ def test_a_step_does_not_wait_for_the_eigenvalues(shards: str, tmp_path: Path, m
     """They arrive when the next step has begun, and belong to the record of their own step."""
     begun: list[int] = []
     second = Event()
-    apply, eigvalsh = Schedule.apply, torch.linalg.eigvalsh
+    lr, eigvalsh = Schedule.lr, torch.linalg.eigvalsh
 
-    def note(schedule: Schedule, optimizer: torch.optim.Optimizer, step: int) -> float:
+    def note(schedule: Schedule, step: int) -> float:
         begun.append(step)
         if len(begun) == 2:
             second.set()
-        return apply(schedule, optimizer, step)
+        return lr(schedule, step)
 
     def in_the_second(product: Tensor) -> Tensor:
         assert second.wait(60), f"the run waited; steps begun: {begun}"
         return eigvalsh(product)
 
-    monkeypatch.setattr(Schedule, "apply", note)
+    monkeypatch.setattr(Schedule, "lr", note)
     monkeypatch.setattr(torch.linalg, "eigvalsh", in_the_second)
     train(four_step_config(shards, tmp_path / "run"))
     assert [row["step"] for row in records(tmp_path / "run") if row.get("rank_image", 0) >= 1] == [1]

@@ -14,6 +14,7 @@ from clipscale.data.loader.sorted_texts import SortedTexts
 from clipscale.distributed.world import AsyncReduction, World
 from clipscale.step import train_step
 from clipscale.step.agreed_inputs import AgreedInputs, StepAgreement, StepFacts
+from clipscale.step.ema import WeightEma
 from clipscale.step.input_builder import InputBuilder
 from clipscale.step.train_step import TrainStep
 from tests.support.checkpoints import ONE_RANK
@@ -247,3 +248,25 @@ def test_a_step_whose_stream_has_failed_updates_nothing() -> None:
     with pytest.raises(DataError, match="no usable sample"):
         run_step(step, small_batch(), failure=DataError("no usable sample"))
     assert not is_updated(step, before)
+
+
+def test_a_failed_evaluation_puts_the_trained_weights_back_and_shards_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    step = small_step()
+    step.ema = WeightEma(0.5, step.model)
+    run_step(step, small_batch())
+    before = weights(step)
+    sharded: list[bool] = []
+    monkeypatch.setattr(train_step, "reshard", lambda model: sharded.append(not is_updated(step, before)))
+    with pytest.raises(DataError), step.weights_for_evaluation(uses_ema=True):
+        assert is_updated(step, before)
+        raise DataError("a set is gone")
+    assert sharded == [True]
+
+
+def test_an_evaluation_without_the_average_has_the_trained_weights() -> None:
+    step = small_step()
+    step.ema = WeightEma(0.5, step.model)
+    run_step(step, small_batch())
+    before = weights(step)
+    with step.weights_for_evaluation(uses_ema=False):
+        assert not is_updated(step, before)

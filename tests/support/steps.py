@@ -111,4 +111,6 @@ def run_step(
     wants_save: bool = False,
 ) -> StepResult:
     """Run a step over the batch. `upcoming`, `failure`: see `ArrivedStream`."""
-    return step.run(batch, ArrivedStream(upcoming, failure), number, wants_save=wants_save, before_chunk=lambda: None)
+    return step.run(
+        batch, ArrivedStream(upcoming, failure), number, lr=0.1, wants_save=wants_save, before_chunk=lambda: None
+    )
