@@ -40,7 +40,7 @@ from clipscale.common.text import did_you_mean
 from clipscale.common.units import format_count, parse_count
 from clipscale.config.model import ModelConfig, TowerConfig
 from clipscale.config.presets import conf_dir
-from clipscale.data.loader.shard_stream import lengths
+from clipscale.data.loader.padding import Padding
 from clipscale.data.loader.sorted_texts import SortedTexts
 from clipscale.data.loader.to_device import ChunkLoader, TextLoader
 from clipscale.models.captioner import count_caption_labels, init_decoder
@@ -156,7 +156,7 @@ class Step:
     @cached_property
     def lengths(self) -> np.ndarray:
         """Tokens of the pool's captions."""
-        return lengths(self.pool[1].numpy(), 0)
+        return Padding(0).lengths(self.pool[1].numpy())
 
     def rows(self, host: Tensor, start: int, stop: int) -> Tensor:
         """Rows start to stop of the pool, which repeats without end."""

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from clipscale.config.model import TowerConfig
-from clipscale.data.loader.shard_stream import lengths
+from clipscale.data.loader.padding import Padding
 from clipscale.data.loader.sorted_texts import SortedTexts
 from clipscale.data.loader.to_device import ChunkLoader
 from clipscale.distributed.parallel import gradient_norm, sum_gradients, wrap
@@ -221,7 +221,7 @@ def cached_step(case: Case, rank: int) -> StepOutcome:
 def sorted_texts(case: Case, tokens: Tensor) -> SortedTexts:
     captions = SortedTexts(
         lambda start, stop: tokens[start:stop],
-        lambda: lengths(tokens.numpy(), 0),
+        lambda: Padding(0).lengths(tokens.numpy()),
         len(tokens),
         TOKENS,
         torch.device("cpu"),

@@ -18,10 +18,11 @@ from clipscale.data.addresses import basename
 from clipscale.data.filters import Selection, parse_selection
 from clipscale.data.hashing import hash64
 from clipscale.data.loader import stream as loader
+from clipscale.data.loader.batch_filler import Report, open_filler
 from clipscale.data.loader.host_batch import Arena, HostBatch
 from clipscale.data.loader.position import DataPosition, merge_positions
 from clipscale.data.loader.shard_reader import OrderedShards, ShardReader
-from clipscale.data.loader.shard_stream import Report, WorkerSpec, open_filler
+from clipscale.data.loader.shard_stream import WorkerSpec
 from clipscale.data.loader.stream import TrainStream
 from clipscale.data.loader.workers import Workers
 from clipscale.data.order import BatchShare, Segment

@@ -7,7 +7,7 @@ from torch import Tensor
 from clipscale.batch.chunks import ChunkSizes
 from clipscale.batch.text_layout import ONE_CAPTION
 from clipscale.data.loader.host_batch import HostBatch, Layout
-from clipscale.data.loader.shard_stream import lengths
+from clipscale.data.loader.padding import Padding
 from clipscale.data.shards.features import TeacherFeatures
 from clipscale.distributed.parallel import wrap
 from clipscale.distributed.world import World
@@ -67,7 +67,7 @@ def host_batch(
     slot = {
         "pixels": pixels.numpy(),
         "tokens": tokens.int().numpy(),
-        "lengths": lengths(tokens.numpy(), 0).astype(np.int16),
+        "lengths": Padding(0).lengths(tokens.numpy()).astype(np.int16),
         "sameness_keys": np.arange(len(pixels)) if keys is None else keys,
         **{teacher.member: features.numpy() for teacher, features in teachers.items()},
     }

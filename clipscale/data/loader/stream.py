@@ -21,10 +21,12 @@ from clipscale.common.ranks import OnRank0, in_this_process
 from clipscale.common.terminal import print_failure
 from clipscale.config.data import DataConfig
 from clipscale.data.filters import parse_selection
+from clipscale.data.loader.batch_filler import open_filler
 from clipscale.data.loader.host_batch import Arena, HostBatch, Layout, check_memory, create_arena
+from clipscale.data.loader.padding import Padding
 from clipscale.data.loader.position import DataPosition, StreamPosition
 from clipscale.data.loader.shard_reader import OrderedShards
-from clipscale.data.loader.shard_stream import WorkerSpec, eos_is_pad, open_filler
+from clipscale.data.loader.shard_stream import WorkerSpec
 from clipscale.data.loader.workers import InProcessWorker, Workers, start_workers
 from clipscale.data.order import BatchShare
 from clipscale.data.shards.counts import build_order
@@ -48,7 +50,7 @@ class PendingBatch:
     """A batch that the workers are filling."""
 
     host_batch: HostBatch
-    done: list[int]  # rows that each worker has filled
+    num_filled: list[int]  # of each worker's rows
     unfinished: set[int]  # workers that have not reported their positions after this batch
     positions: dict[int, StreamPosition] = field(default_factory=dict)
 
@@ -94,7 +96,8 @@ class TrainStream:
         self._defers_failures = False
         self._poll: Poll = no_poll
         # The error of the workers, or of a wait for them. After an error, reading rows does not wait, and the rows may
-        # have no samples in them. So the caller discards the batch with `discard_last_batch`.
+        # have no samples in them. The caller must discard the batch with
+        # `discard_last_batch`.
         self.failure: UserError | None = None
         # Samples of an epoch of all ranks; None if shards are drawn with replacement.
         self.epoch_samples = self._shards.epoch_samples
@@ -153,7 +156,7 @@ class TrainStream:
             batch = self._batches[step]
             needed = [int(np.searchsorted(rows, stop)) for rows in self._rows]
             self._wait(
-                lambda: [worker for worker, need in enumerate(needed) if batch.done[worker] < need],
+                lambda: [worker for worker, need in enumerate(needed) if batch.num_filled[worker] < need],
                 self._poll,
             )
 
@@ -238,7 +241,7 @@ class TrainStream:
                 batch.positions |= message.positions
                 batch.unfinished.remove(number)
             elif message.step >= 0:
-                self._batches[message.step].done[number] = message.done
+                self._batches[message.step].num_filled[number] = message.num_filled
 
 
 def order_shards(
@@ -285,7 +288,6 @@ def open_stream(
     """
     selection = parse_selection(config, first_caption_only=bool(shards.teachers))
     empty, other = (np.asarray(tokenizer([text]))[0] for text in ("", "a"))
-    pad = int(empty[-1])
     start = start_positions(shards, position, share)
     workers = worker_count(config, len(start))
     layout = layout_of(config, share.local_batch, image_size, len(empty), workers, shards.teachers)
@@ -299,16 +301,15 @@ def open_stream(
         timeout_s=config.timeout_s,
         transform=TrainTransform(image_size, config.augment),
         tokenizer=tokenizer,
-        pad=pad,
-        eos_is_pad=eos_is_pad(empty, other, pad),
+        padding=Padding.of(empty, other),
         selection=selection,
-        start_of=start,
+        start_by_stream=start,
         share=share,
         samples_per_report=max(SAMPLES_PER_REPORT, share.local_batch // (count * MAX_REPORTS)),
     )
     # Workers take streams in turn, so that all of them fill the batch from its first rows on.
     streams = list(start.items())
-    specs = [replace(spec, start_of=dict(streams[number::count])) for number in range(count)]
+    specs = [replace(spec, start_by_stream=dict(streams[number::count])) for number in range(count)]
     readers: Workers | InProcessWorker
     if workers:
         readers = start_workers(specs, arena, config.timeout_s)

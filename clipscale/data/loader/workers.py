@@ -21,9 +21,10 @@ from clipscale.common.errors import LoaderError, UserError
 from clipscale.common.output import prepare_output
 from clipscale.common.poll import Poll, no_poll
 from clipscale.data.hashing import utf8
+from clipscale.data.loader.batch_filler import BatchFiller, Report, open_filler
 from clipscale.data.loader.fork_server import warm_up
 from clipscale.data.loader.host_batch import Arena
-from clipscale.data.loader.shard_stream import BatchFiller, Report, WorkerSpec, open_filler
+from clipscale.data.loader.shard_stream import WorkerSpec
 
 # A wait for samples calls `poll` this often, in seconds.
 POLL_S = 0.25

@@ -57,7 +57,7 @@ def test_a_resumed_run_sees_what_an_uninterrupted_one_would(
         of_steps = [zip(*of_ranks) for of_ranks in zip(*parts)]
         return [(*flat(keys), b"".join(pixels), b"".join(tokens)) for keys, pixels, tokens in of_steps]
 
-    with inline_workers(seed), mock.patch("clipscale.data.loader.shard_stream.MAX_BROKEN_IN_SHARD", 8):
+    with inline_workers(seed), mock.patch("clipscale.data.loader.give_up.MAX_BROKEN_IN_SHARD", 8):
         alone = opened(1, 0)
         whole = read(alone, stop + 5)
         assert alone[0].broken["fruitless_shard"] or order == "resampled"

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from clipscale.data.loader.shard_stream import lengths
+from clipscale.data.loader.padding import Padding
 from clipscale.data.loader.sorted_texts import WIDTH_MULTIPLE, SortedTexts, widths_of
 
 CPU = torch.device("cpu")
@@ -28,16 +28,16 @@ def captions(words: list[int]) -> Tensor:
 
 
 def sorted_texts(tokens: Tensor) -> SortedTexts:
-    sizes = lambda: lengths(tokens.numpy(), PAD)  # noqa: E731
+    sizes = lambda: Padding(PAD).lengths(tokens.numpy())  # noqa: E731
     return SortedTexts(lambda a, b: tokens[a:b], sizes, len(tokens), CONTEXT, CPU, stays_on_device=False)
 
 
 def test_lengths_go_in_steps_of_eight_up_to_the_context() -> None:
     words = [0, 6, 7, 8, 15, 16, 39, 40, 43]
-    sizes = lengths(captions(words).numpy(), PAD)
+    sizes = Padding(PAD).lengths(captions(words).numpy())
     assert sizes.tolist() == [count + 1 for count in words]
     assert widths_of(sizes, CONTEXT).tolist() == [8, 8, 8, 16, 16, 24, 40, 44, 44]
-    assert widths_of(lengths(np.full((1, CONTEXT), PAD), PAD), CONTEXT).tolist() == [WIDTH_MULTIPLE]
+    assert widths_of(Padding(PAD).lengths(np.full((1, CONTEXT), PAD)), CONTEXT).tolist() == [WIDTH_MULTIPLE]
 
 
 def test_chunks_hold_every_caption_once_in_full_within_the_budget() -> None:

@@ -78,7 +78,7 @@ def late(rank: int, world_size: int, config: TrainConfig, port: int, asked: int)
         taken += rank
         while taken > 15:
             waits.set()
-            stream._store.poll()
+            stream._readers[0]._store.poll()
             time.sleep(0.05)
         return next_sample(stream, row)
 
