@@ -14,8 +14,7 @@ import torch
 from clipscale import train_loop
 from clipscale.checkpoint import CheckpointDescription
 from clipscale.common.errors import StoppedError, UserError
-from clipscale.config.optimizer_policy import OptimizerPolicy
-from clipscale.config.stages import Stage
+from clipscale.config.stages import OptimizerPolicy, Stage
 from clipscale.eval.run import Evaluation
 from clipscale.lifecycle.intervals import Intervals
 from clipscale.step.optim import Schedule

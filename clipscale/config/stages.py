@@ -2,13 +2,28 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from enum import Enum
 from typing import Any, Protocol, TypeVar
 
 from clipscale.common.errors import UserError
 from clipscale.config import sections
 from clipscale.config.model import ModelConfig
-from clipscale.config.optimizer_policy import OptimizerPolicy
 from clipscale.config.setting import UNSET, Section, Unset, setting
+
+
+class OptimizerPolicy(Enum):
+    """What a start does with the optimizer's state in the checkpoint.
+
+    `continue` and `restart` are also the values of the stages' setting `optimizer`.
+    """
+
+    # Take all of it: the start goes on within a stage.
+    TAKE_ALL = "resume"
+    # Begin a stage with the state that fits. The state of position embeddings that are resized does not fit.
+    TAKE_FITTING = "continue"
+    # Begin a stage without any of it.
+    TAKE_NONE = "restart"
+
 
 # A setting of a stage -> the run's setting that it replaces.
 STAGE_SETTINGS = {

@@ -37,8 +37,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
 from clipscale.common.half_precision import CastLayer
-from clipscale.models.linear import CastLinear, linear
-from clipscale.models.replacement import Replacement
+from clipscale.models.linear import CastLinear, Replacement, linear
 
 # Kernels of attention over captions. The first that can is used. On an H100 (torch 2.11) 77 tokens take 0.45 ms by
 # flash attention and 0.55 by cuDNN's, which also prepares itself for every new shape. The 197 and 257 tokens of images

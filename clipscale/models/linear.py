@@ -12,7 +12,17 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from clipscale.common.half_precision import CastLayer, HalfWeights, add_half_product
-from clipscale.models.replacement import Replacement
+
+
+class Replacement:
+    """A base of modules with another module's parameters, submodules and settings, and a forward pass of their own.
+
+    It comes first among the bases, because the constructor of the module's own class would make new parameters.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        nn.Module.__init__(self)  # type: ignore[arg-type]
+        vars(self).update(vars(module))
 
 
 class CastLinear(Replacement, CastLayer, nn.Linear):

@@ -12,7 +12,7 @@ from clipscale import checkpoint
 from clipscale.batch.chunks import ChunkSizes
 from clipscale.common.rng import RandomState
 from clipscale.common.terminal import log_warning, show_task
-from clipscale.config.optimizer_policy import OptimizerPolicy
+from clipscale.config.stages import OptimizerPolicy
 from clipscale.config.train_config import TrainConfig
 from clipscale.data.loader.stream import TrainStream
 from clipscale.data.tokenizer import Tokenizer

@@ -12,8 +12,7 @@ from clipscale.common.errors import UserError
 from clipscale.config.checks import check_captioner, check_divisible
 from clipscale.config.config_file import to_yaml
 from clipscale.config.model import ModelConfig
-from clipscale.config.optimizer_policy import OptimizerPolicy
-from clipscale.config.stages import Stage, stage_configs_of
+from clipscale.config.stages import OptimizerPolicy, Stage, stage_configs_of
 from clipscale.config.train_config import TrainConfig, samples_of
 from clipscale.data.order import BatchShare
 from clipscale.distributed.agreement import run_long_on_rank0

@@ -19,7 +19,7 @@ from clipscale.checkpoint.state import CheckpointDescription, CheckpointState, O
 from clipscale.common.errors import UserError
 from clipscale.common.rng import RandomState
 from clipscale.common.terminal import log_warning
-from clipscale.config.optimizer_policy import OptimizerPolicy
+from clipscale.config.stages import OptimizerPolicy
 from clipscale.data.loader.position import merge_positions
 from clipscale.data.loader.stream import TrainStream
 from clipscale.distributed.agreement import run_on_all_ranks

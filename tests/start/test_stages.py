@@ -23,7 +23,6 @@ from clipscale.common import files
 from clipscale.common.errors import UserError
 from clipscale.config.config_file import to_yaml
 from clipscale.config.model import TowerConfig
-from clipscale.config.optimizer_policy import OptimizerPolicy
 from clipscale.config.parse import dataclass_from
 from clipscale.config.sections import (
     CacheConfig,
@@ -33,7 +32,7 @@ from clipscale.config.sections import (
     OptimConfig,
     ScheduleConfig,
 )
-from clipscale.config.stages import StageConfig
+from clipscale.config.stages import OptimizerPolicy, StageConfig
 from clipscale.config.train_config import TrainConfig
 from clipscale.data.loader.stream import DataConfig
 from clipscale.distributed.world import World

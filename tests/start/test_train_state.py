@@ -18,8 +18,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from clipscale import checkpoint
 from clipscale.config.model import ModelConfig, TowerConfig
-from clipscale.config.optimizer_policy import OptimizerPolicy
 from clipscale.config.sections import CheckpointConfig, LaunchConfig, OptimConfig
+from clipscale.config.stages import OptimizerPolicy
 from clipscale.config.train_config import TrainConfig
 from clipscale.models.towers import build_model
 from clipscale.run_folder.paths import checkpoint_path
