@@ -124,6 +124,16 @@ READS_SETTINGS = {
     "clipscale.config.data": ["config/*", "data/*", "start/*", "tools/*"],
     "clipscale.config.model": ["config/*", "launch/local.py", "models/*", "start/*", "tools/*", "trained_model.py"],
     "clipscale.config.run_model": ["cli/*", "config/*", "tools/*"],
+    "clipscale.config.checks": ["cli/*", "config/*", "launch/local.py", "start/*", "tools/*"],
+    "clipscale.config.config_file": ["cli/*", "config/*", "start/*", "tools/*"],
+    "clipscale.config.stages": [  # below `start/`, its classes `Stage` and `OptimizerPolicy`, which are no settings
+        "cli/*",
+        "config/*",
+        "start/*",
+        "step/checkpoint_state.py",
+        "tools/*",
+        "train_loop.py",
+    ],
     "clipscale.config.sections": [
         "config/*",
         "tools/*",

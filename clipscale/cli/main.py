@@ -84,14 +84,14 @@ def run(argv: list[str]) -> int:
         from clipscale.cli.sweep import run_sweep
 
         return run_sweep.main(name, line)
-    plain, overrides = overrides_of(name, line.words)
+    plain_words, overrides = overrides_of(name, line.words)
     settings = compose_settings(name, overrides, line.config_dir)
     if line.cfg:
         clear()
         if verb.conf == "train":
             print("# @package _global_")  # so that the output can be saved as an experiment for --config-dir
         print(to_yaml(settings), end="", flush=True)
-    arguments = (plain, settings) if verb.plain_words else (settings,)
+    arguments = (plain_words, settings) if verb.plain_words else (settings,)
     verb.check(*arguments)
     if hasattr(settings, "model"):
         check_weights(settings, checks_connection=verb.fetches_weights and not line.cfg)

@@ -23,7 +23,7 @@ def in_this_process(work: Callable[[], T], /) -> T:
     return work()
 
 
-def number(name: str, default: int) -> int:
+def env_int(name: str, default: int) -> int:
     """The whole number in an environment variable. Raises UserError for any other text."""
     text = os.environ.get(name, str(default))
     if not text.isdecimal():
@@ -37,24 +37,24 @@ def under_launcher() -> bool:
 
 
 def rank() -> int:
-    return number("RANK", 0)
+    return env_int("RANK", 0)
 
 
 def size() -> int:
     """The number of ranks on all machines."""
-    return number("WORLD_SIZE", 1) if under_launcher() else 1
+    return env_int("WORLD_SIZE", 1) if under_launcher() else 1
 
 
 def local_rank() -> int:
     """This process's number among the ranks of its machine."""
-    return number("LOCAL_RANK", 0)
+    return env_int("LOCAL_RANK", 0)
 
 
 def local_world_size(unknown: int = 1) -> int:
     """The number of ranks on this machine, which share its cores and memory; `unknown` if no variable says it."""
-    return max(1, number("LOCAL_WORLD_SIZE", unknown))
+    return max(1, env_int("LOCAL_WORLD_SIZE", unknown))
 
 
 def is_restarted() -> bool:
     """Whether torchrun or Slurm says that it has started this process again."""
-    return any(number(f"{launcher}_RESTART_COUNT", 0) for launcher in ("TORCHELASTIC", "SLURM"))
+    return any(env_int(f"{launcher}_RESTART_COUNT", 0) for launcher in ("TORCHELASTIC", "SLURM"))

@@ -33,7 +33,7 @@ class Absent(TypedDict):
 ALIASES: dict[str, str] = files.read_yaml(Path(__file__).parent / "aliases.yaml")
 ABSENT: Absent = files.read_yaml(Path(__file__).parent / "absent.yaml")
 # Type of numbers -> the function that reads its texts.
-PARSED: dict[object, Callable[[str], int]] = {int: parse_count, Bytes: parse_bytes}
+NUMBER_PARSERS: dict[object, Callable[[str], int]] = {int: parse_count, Bytes: parse_bytes}
 Bound = Callable[[float, float], bool]
 BOUNDS: dict[str, tuple[Bound, str]] = {
     "least": (ge, "at least"),
@@ -43,20 +43,22 @@ BOUNDS: dict[str, tuple[Bound, str]] = {
 }
 
 
-def dataclass_from(declared: type[T], values: Mapping[str, object], prefix: str = "", ignored: Iterable[str] = ()) -> T:
-    """Plain nested values as the dataclass `declared`, with defaults for the rest. Raises UserError.
+def dataclass_from(
+    settings_type: type[T], values: Mapping[str, object], prefix: str = "", ignored: Iterable[str] = ()
+) -> T:
+    """Plain nested values as the dataclass `settings_type`, with defaults for the rest. Raises UserError.
 
     `prefix`: stands before names in messages. `ignored`: names that are allowed though they are not settings here.
     """
-    settings = settings_of(declared, prefix)
+    settings = settings_of(settings_type, prefix)
 
     def build(section: type, values: Mapping[str, object], prefix: str) -> object:
-        inside = sections_of(section)
+        subsections = sections_of(section)
         arguments: dict[str, object] = {}
         for name, value in values.items():
             key = f"{prefix}{name}"
-            if name in inside and isinstance(value, dict):
-                arguments[name] = build(inside[name], value, f"{key}.")
+            if name in subsections and isinstance(value, dict):
+                arguments[name] = build(subsections[name], value, f"{key}.")
             elif key in settings:
                 arguments[name] = accepted_value(settings[key], value)
             elif not is_known_key(ignored, key):
@@ -66,17 +68,17 @@ def dataclass_from(declared: type[T], values: Mapping[str, object], prefix: str 
             built.check()
         return built
 
-    return cast(T, build(declared, values, prefix))
+    return cast(T, build(settings_type, values, prefix))
 
 
-def list_of_dataclasses(declared: type, key: str, values: Iterable[object]) -> list[object]:
-    """The items of the list `key`, each as the dataclass `declared`. Raises UserError."""
-    names = [each.name for each in fields(declared)]
+def list_of_dataclasses(settings_type: type, key: str, values: Iterable[object]) -> list[object]:
+    """The items of the list `key`, each as the dataclass `settings_type`. Raises UserError."""
+    names = [field.name for field in fields(settings_type)]
     built: list[object] = []
     for number, value in enumerate(values, 1):
         if not isinstance(value, dict) or value.keys() - set(names):
             raise UserError(f"{key}: {number}. is {as_typed(value)}; give it some of {', '.join(names)}")
-        built.append(dataclass_from(declared, value, f"{key}: {number}. "))
+        built.append(dataclass_from(settings_type, value, f"{key}: {number}. "))
     return built
 
 
@@ -128,12 +130,12 @@ def scalar(wanted: type, key: str, value: object) -> object:
         return str(value).lower() if isinstance(value, bool) else str(value)
     if wanted is bool and isinstance(value, bool):
         return value
-    if wanted in PARSED and isinstance(value, str):
+    if wanted in NUMBER_PARSERS and isinstance(value, str):
         try:
-            return PARSED[wanted](value)
+            return NUMBER_PARSERS[wanted](value)
         except ValueError as error:
             raise UserError(f"{key}={value}: {error}") from error
-    if wanted in (*PARSED, float) and isinstance(value, int | float | str) and not isinstance(value, bool):
+    if wanted in (*NUMBER_PARSERS, float) and isinstance(value, int | float | str) and not isinstance(value, bool):
         with suppress(ValueError, TypeError):
             number = float(value)
             if wanted is float or number.is_integer():
@@ -153,9 +155,9 @@ def unknown_key(key: str, names: Iterable[str], verb: str = "") -> str:
     It says that the key is a section, was removed, or means another key; else that it is unknown.
     """
     names = list(names)
-    inside = [name for name in names if name.startswith(key + ".")]
-    if inside:
-        return f"{key} is a section of settings; give one of its keys: {', '.join(inside)}"
+    keys_inside = [name for name in names if name.startswith(key + ".")]
+    if keys_inside:
+        return f"{key} is a section of settings; give one of its keys: {', '.join(keys_inside)}"
     if removal := removal_message(key, verb):
         return removal
     word = key.replace("-", "_")

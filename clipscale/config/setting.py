@@ -40,25 +40,26 @@ def setting(
     return field(default=default, metadata=metadata)
 
 
-def section(declared: type[Section], *, changes_weights: bool = True) -> Any:
+def section(section_type: type[Section], *, changes_weights: bool = True) -> Any:
     """A dataclass field with a section of settings. changes_weights: see the function `changes_weights`."""
-    return field(default_factory=declared, metadata={"changes_weights": changes_weights})
+    return field(default_factory=section_type, metadata={"changes_weights": changes_weights})
 
 
-def changes_weights(declared: type, key: str) -> bool:
+def changes_weights(settings_type: type, key: str) -> bool:
     """Whether a setting, by its dotted key, may change the weights that a run trains by more than rounding.
 
-    If no other setting differs, a complete run stays complete. One exception is accepted: with dropout, the chunks
-    (`cache.`) decide which sample gets which random numbers. True for a key that is not declared.
+    A complete run stays complete if all settings that differ have `changes_weights=False`. One exception is accepted:
+    with dropout, the chunks (`cache.`) decide which sample gets which random numbers. True for a key that is not
+    declared.
     """
     name, _, rest = key.partition(".")
-    found = next((each for each in fields(declared) if each.name == name), None)
+    found = next((member for member in fields(settings_type) if member.name == name), None)
     if found is None:
         return True
     if not found.metadata.get("changes_weights", True):
         return False
-    inside = sections_of(declared).get(name)
-    return changes_weights(inside, rest) if inside else True
+    section_type = sections_of(settings_type).get(name)
+    return changes_weights(section_type, rest) if section_type else True
 
 
 @dataclass(frozen=True)
@@ -103,23 +104,23 @@ class Setting:
         return item if is_dataclass(item) else None
 
 
-def settings_of(declared: type, prefix: str = "") -> dict[str, Setting]:
+def settings_of(settings_type: type, prefix: str = "") -> dict[str, Setting]:
     """All settings of a dataclass by name in the order of declaration, nested sections flattened to dotted names.
 
     A dataclass that uses only a part of a section has a dictionary USED_SETTINGS: section -> the names that it uses.
     """
     settings: dict[str, Setting] = {}
-    inside = sections_of(declared)
-    defaults = declared()
-    only = getattr(declared, "USED_SETTINGS", {})
-    for each in fields(declared):
-        name = prefix + each.name
-        if each.name in inside:
-            used = [f"{name}.{part}" for part in only.get(each.name, "").split()]
-            inner = settings_of(inside[each.name], name + ".")
+    subsections = sections_of(settings_type)
+    defaults = settings_type()
+    only = getattr(settings_type, "USED_SETTINGS", {})
+    for member in fields(settings_type):
+        name = prefix + member.name
+        if member.name in subsections:
+            used = [f"{name}.{part}" for part in only.get(member.name, "").split()]
+            inner = settings_of(subsections[member.name], name + ".")
             settings |= {key: setting for key, setting in inner.items() if not used or key in used}
         else:
-            settings[name] = Setting(name, each.type, getattr(defaults, each.name), **each.metadata)
+            settings[name] = Setting(name, member.type, getattr(defaults, member.name), **member.metadata)
     return settings
 
 
@@ -130,14 +131,14 @@ def differences(old: Mapping[str, object], new: Mapping[str, object]) -> dict[st
     return {key: (before.get(key), after.get(key)) for key in before | after if before.get(key) != after.get(key)}
 
 
-def sections_of(declared: type) -> dict[str, type]:
+def sections_of(settings_type: type) -> dict[str, type]:
     """Section -> its dataclass."""
-    return {each.name: each.type for each in fields(declared) if is_dataclass(each.type)}  # type: ignore[misc]
+    return {member.name: member.type for member in fields(settings_type) if is_dataclass(member.type)}  # type: ignore[misc]
 
 
-def summary(declared: type) -> str:
+def summary(settings_type: type) -> str:
     """The first paragraph of a dataclass's docstring, without the verb's name that it may begin with."""
-    return re.sub(r"^`clipscale.*?`: ", "", " ".join((declared.__doc__ or "").partition("\n\n")[0].split()))
+    return re.sub(r"^`clipscale.*?`: ", "", " ".join((settings_type.__doc__ or "").partition("\n\n")[0].split()))
 
 
 def flatten(tree: Mapping[str, object], prefix: str = "") -> Iterator[tuple[str, object]]:

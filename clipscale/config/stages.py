@@ -97,11 +97,11 @@ class Staged(Section, Protocol):
     def stages(self) -> Sequence[StageConfig]: ...
 
 
-Run = TypeVar("Run", bound=Staged)
-Settings = TypeVar("Settings", bound=Section)
+StagedT = TypeVar("StagedT", bound=Staged)
+SectionT = TypeVar("SectionT", bound=Section)
 
 
-def stage_configs_of(config: Run) -> list[Run]:
+def stage_configs_of(config: StagedT) -> list[StagedT]:
     """The configuration of each stage of a run. A run without stages has one, with its own configuration."""
     stage_configs = []
     for stage in config.stages:
@@ -114,7 +114,7 @@ def stage_configs_of(config: Run) -> list[Run]:
     return stage_configs or [config]
 
 
-def with_setting(config: Settings, name: str, value: object) -> Settings:
+def with_setting(config: SectionT, name: str, value: object) -> SectionT:
     """The settings with this value for the setting `name`."""
     head, _, rest = name.partition(".")
     if rest:
