@@ -110,7 +110,7 @@ def run_step(
     failure: Exception | None = None,
     wants_save: bool = False,
 ) -> StepResult:
-    """Run a step over the batch. `upcoming`, `failure`: see `ArrivedStream`."""
-    return step.run(
-        batch, ArrivedStream(upcoming, failure), number, lr=0.1, wants_save=wants_save, before_chunk=lambda: None
-    )
+    """Run a step over the batch, at the optimizer's own rate. `upcoming`, `failure`: see `ArrivedStream`."""
+    stream = ArrivedStream(upcoming, failure)
+    lr = step.optimizer.param_groups[0]["lr"]
+    return step.run(batch, stream, number, lr=lr, wants_save=wants_save, before_chunk=lambda: None)
