@@ -62,7 +62,7 @@ class StepRecords:
             "caption_tokens": mean_width,  # with padding
         }
         self._measured_at = now
-        self._unfinished = PendingRecord({**record, **measured}, result, Readback.start(logit_scale))
+        self._unfinished = PendingRecord({**record, **measured}, result, Readback.start_scalars(logit_scale))
 
     def log_if_ready(self) -> None:
         """Log the last step's record if the device has done the step."""

@@ -63,13 +63,16 @@ class Saver:
         uploader: CheckpointUploader | None = None,
         last_begun_step: int | None = None,
     ) -> None:
-        """`uploader`: copies each checkpoint; None: nothing is copied. `last_begun_step`: see below."""
+        """`uploader`: copies each checkpoint; None: nothing is copied.
+
+        `last_begun_step`: the step of the newest checkpoint; 0 for a new run, whose initial state is not saved; None if
+        the state comes from another folder, so that it is saved.
+        """
         self.run_dir = run_dir
         self.world = world
         self.retention = retention
         self.uploader = uploader
         # The step of the newest checkpoint whose write has begun. If the write fails, that step is not saved again.
-        # 0 for a new run, whose initial state is not saved. None if the state comes from another folder: it is saved.
         self.last_begun_step = last_begun_step
         # The step of the checkpoint that is being written, and its result.
         self._pending: tuple[int, Future[Metadata]] | None = None
@@ -97,7 +100,7 @@ class Saver:
         A disk that does not take a checkpoint is reported, and training goes on: the disk may take the next one. With
         `wait` it raises UnwritableError.
         """
-        self._wait_or_warn(goes_on=not wait)
+        self._wait_or_warn(training_continues=not wait)
         if torch.__version__ < "2.13":  # before 2.13 a stager works only once
             self._stager = self._new_stager()
         step = state.step
@@ -178,13 +181,16 @@ class Saver:
                 log_warning(f"the checkpoint that was being written is not complete ({one_line(error)})")
         self._stager.close()
 
-    def _wait_or_warn(self, *, goes_on: bool) -> None:
-        """Wait for what is being written. Reports a disk that did not take it. `goes_on`: whether the run goes on."""
+    def _wait_or_warn(self, *, training_continues: bool) -> None:
+        """Wait for what is being written. Reports a disk that did not take it.
+
+        `training_continues`: whether the run then trains on.
+        """
         try:
             self.wait_for_save()
         except UnwritableError as error:
             if self.world.is_rank0:
-                log_warning(f"{error}; training continues without it" if goes_on else str(error))
+                log_warning(f"{error}; training continues without it" if training_continues else str(error))
 
     def _temporary(self, step: int) -> Path:
         return checkpoint_path(self.run_dir, step).with_suffix(TEMPORARY)

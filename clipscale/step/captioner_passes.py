@@ -44,10 +44,10 @@ class CaptionerPasses(BatchPasses):
         if self.frozen_images is None:
             features = self.cache.encode_tower(0, pairs, before_chunk)
         else:
-            reserved = min(self.cache.keep_bytes or 0, len(batch) * self.image_bytes)
-            outputs = FrozenTowerOutputs(pairs.images, self.frozen_images, self.autocast, reserved)
+            reserved_bytes = min(self.cache.keep_bytes or 0, len(batch) * self.image_bytes)
+            outputs = FrozenTowerOutputs(pairs.images, self.frozen_images, self.autocast, reserved_bytes)
             pairs.images = outputs
-            features = self.cache.encode_tower(0, pairs, before_chunk, reserved=reserved)
+            features = self.cache.encode_tower(0, pairs, before_chunk, reserved_bytes=reserved_bytes)
             self.image_bytes = outputs.bytes_each
         # At least 1, because it divides. It is 0 only after a failure of the loader, which ends the step.
         self.num_labels = max(1, self.inputs.num_caption_labels(local_caption_labels(batch)))
@@ -82,7 +82,7 @@ class FrozenTowerOutputs:
     (N, P, W).
 
     Each image is encoded once, as far as memory for its tokens allows. The first pass keeps a chunk's outputs for the
-    second, up to `most_bytes` in all; beyond that the second pass encodes the chunk's images again.
+    second, up to `max_kept_bytes` in all; beyond that the second pass encodes the chunk's images again.
     """
 
     def __init__(
@@ -90,13 +90,13 @@ class FrozenTowerOutputs:
         images: Images,
         tower: nn.Module,
         autocast: Callable[[], AbstractContextManager[object]],
-        most_bytes: float,
+        max_kept_bytes: float,
     ) -> None:
         """`autocast`: makes the context in which the tower runs."""
         self.images = images
         self.tower = tower
         self.autocast = autocast
-        self.free_bytes = most_bytes
+        self.kept_bytes_left = max_kept_bytes
         # Bytes of the outputs of one image; 0 before the first chunk.
         self.bytes_each = 0
         # The outputs of chunks whose second pass is still to come.
@@ -112,7 +112,7 @@ class FrozenTowerOutputs:
             outputs: tuple[Tensor, Tensor] = self.tower(self.images.chunk(start, stop), with_tokens=True)
         size = sum(rows.nbytes for rows in outputs)
         self.bytes_each = size // (stop - start)
-        if not torch.is_grad_enabled() and size <= self.free_bytes:
+        if not torch.is_grad_enabled() and size <= self.kept_bytes_left:
             self.kept_outputs[start, stop] = outputs
-            self.free_bytes -= size
+            self.kept_bytes_left -= size
         return outputs

@@ -53,8 +53,8 @@ def start_statistics(images: Tensor, texts: Tensor) -> PendingStatistics:
         "uniformity_text": _uniformity(v),
         "nearest": hits.float().mean(),
     }
-    arriving = Readback.start(*scalars.values())
-    products = [Readback.copy(rows.double().mT @ rows.double()) for rows in (u, v)]
+    arriving = Readback.start_scalars(*scalars.values())
+    products = [Readback.start_tensor(rows.double().mT @ rows.double()) for rows in (u, v)]
 
     def finish() -> dict[str, float]:
         image, text = (_effective_rank(product.wait()) for product in products)

@@ -116,12 +116,12 @@ class Readback:
     arrival: torch.cuda.Event | None = None
 
     @classmethod
-    def start(cls, *scalars: Tensor) -> "Readback":
+    def start_scalars(cls, *scalars: Tensor) -> "Readback":
         """Begin to copy scalars, after what the device has in its queue."""
-        return cls.copy(torch.stack([scalar.detach().double() for scalar in scalars]))
+        return cls.start_tensor(torch.stack([scalar.detach().double() for scalar in scalars]))
 
     @classmethod
-    def copy(cls, values: Tensor) -> "Readback":
+    def start_tensor(cls, values: Tensor) -> "Readback":
         """Begin to copy a tensor, after what the device has in its queue. A tensor of the host is not copied."""
         if values.device.type != "cuda":
             return cls(values)
@@ -142,5 +142,5 @@ class Readback:
         return self.values
 
     def read(self) -> list[float]:
-        """The numbers of `start`, as floats. Waits for them."""
+        """The numbers of `start_scalars`, as floats. Waits for them."""
         return [float(value) for value in self.wait().tolist()]

@@ -31,8 +31,8 @@ class StepLoss:
         """The terms, which the host reads back."""
         return [self.contrastive] if self.caption is None else [self.contrastive, self.caption]
 
-    def combine(self, contrastive: float, caption: float | None = None) -> tuple[float, CaptionerLosses]:
-        """The loss, given the values of `tensors`; and both of its terms by name, or {} if there is one."""
+    def total_and_terms(self, contrastive: float, caption: float | None = None) -> tuple[float, CaptionerLosses]:
+        """The loss, from the values of `tensors`; and both of its terms by name, or {} if there is only one."""
         if caption is None:
             return contrastive, {}
         value = contrastive + self.caption_weight * caption
@@ -52,8 +52,8 @@ class StepScalars:
     @staticmethod
     def read(loss: StepLoss, norm: Tensor) -> "StepScalars":
         """The step's loss and gradient norm, on the host. Waits for the device."""
-        grad_norm, *terms = Readback.start(norm, *loss.tensors).read()
-        value, captioner_losses = loss.combine(*terms)
+        grad_norm, *terms = Readback.start_scalars(norm, *loss.tensors).read()
+        value, captioner_losses = loss.total_and_terms(*terms)
         return StepScalars(value, captioner_losses, grad_norm)
 
     @property

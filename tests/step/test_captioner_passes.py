@@ -168,7 +168,7 @@ def test_the_caption_loss_is_the_mean_over_all_labels() -> None:
     loss = passes.step_loss(torch.tensor(2.0))
     values = [float(value) for value in loss.tensors]
     assert values == [2.0, 2.5]
-    assert loss.combine(*values) == (2.0 + 3 * 2.5, {"contrastive_loss": 2.0, "caption_loss": 2.5})
+    assert loss.total_and_terms(*values) == (2.0 + 3 * 2.5, {"contrastive_loss": 2.0, "caption_loss": 2.5})
 
 
 def test_the_sum_over_ranks_leaves_the_caches_own_loss_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -184,7 +184,7 @@ def test_a_captioner_of_which_nothing_trains_has_no_caption_loss() -> None:
     passes = captioner_passes(None)
     loss = passes.step_loss(value)
     assert loss.tensors == [value]
-    assert loss.combine(2.0) == (2.0, {})
+    assert loss.total_and_terms(2.0) == (2.0, {})
 
 
 def test_the_features_of_pairs_are_images_and_captions_side_by_side() -> None:

@@ -9,14 +9,15 @@ import torch
 from torch import Tensor, nn
 
 from clipscale.common.half_precision import CastLayer, HalfWeights
-from clipscale.step.cache.gradient_sync import finds_unused, is_collective, offers_no_sync
+from clipscale.step.cache.gradient_sync import finds_unused, is_collective, supports_no_sync
 
 
 @dataclass
 class CastWeights:
-    """An encoder's layers with their weights in half precision, cast once a step: autocast casts them in every chunk.
+    """An encoder's layers with their weights in half precision, cast once a step.
 
-    The layers that take such weights are in models/linear.py. The passes of a step:
+    Autocast would cast them again for every chunk. The layers that take such weights are in models/linear.py. The
+    passes of a step:
 
     pass of a chunk (see `in_pass`)         weights   their gradient
     first pass, no graph                    cast      none
@@ -57,7 +58,7 @@ class CastWeights:
         self.end_step()
         if not isinstance(encoder, nn.Module) or num_chunks == 1 or is_collective(encoder) or finds_unused(encoder):
             return
-        self.has_sync_hooks = offers_no_sync(encoder)
+        self.has_sync_hooks = supports_no_sync(encoder)
         for layer, dtype in layers_to_cast(encoder, autocast):
             weight, bias = layer.weights()
             half_bias = None if bias is None else bias.detach().to(dtype)

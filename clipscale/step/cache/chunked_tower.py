@@ -1,5 +1,7 @@
-"""One encoder's two passes over its chunks: the first pass, which may keep graphs, and the replay of the chunks whose
-graph was not kept, with the same random numbers."""
+"""One encoder's two passes over its chunks.
+
+The first pass may keep graphs. The replay repeats the other chunks with the same random numbers.
+"""
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -47,12 +49,12 @@ class ChunkedTower:
     chunk_rows: int = 0
     spans: list[Span] = field(default_factory=list)
     # Row of the batch at each position of a `ReorderedInput`.
-    order: Tensor | None = None
+    batch_rows: Tensor | None = None
     # The random state before each chunk.
     random_states: list[RandomState] = field(default_factory=list)
     cast_weights: CastWeights = field(default_factory=CastWeights)
     # Whether a frozen encoder's output has been checked to require no gradient; see `needs_output_check`.
-    frozen_output_checked: bool = False
+    has_checked_frozen_output: bool = False
 
     @property
     def has_second_pass(self) -> bool:
@@ -70,10 +72,10 @@ class ChunkedTower:
         self.inputs = inputs
         self.chunk_rows = min(size, self.num_rows)
         self.spans = equal_spans(self.num_rows, size)
-        self.order = None
+        self.batch_rows = None
         if isinstance(inputs, ReorderedInput):
             self.spans = inputs.spans(size)
-            self.order = inputs.rows(0, self.num_rows)
+            self.batch_rows = inputs.rows(0, self.num_rows)
         self.random_states = []
         if self.has_second_pass:
             refuse_batch_norm(self.encoder, len(self.spans))
@@ -120,13 +122,13 @@ class ChunkedTower:
 
     def first_pass(self, i: int, policy: GraphPolicy) -> Tensor:
         """Encode chunk i, and do with its graph what the policy says. Returns its representations, detached."""
-        is_check = self.needs_output_check
-        building: AbstractContextManager[object] = nullcontext() if is_check else self.graphs.building(policy)
-        with self.around_pass(i, builds_graph=policy.builds_whole_graph), building:
+        checks_output = self.needs_output_check
+        context: AbstractContextManager[object] = nullcontext() if checks_output else self.graphs.graph_context(policy)
+        with self.around_pass(i, builds_graph=policy.builds_whole_graph), context:
             out = self.forward_chunk(i)
-        if is_check:
+        if checks_output:
             refuse_graph(out)
-            self.frozen_output_checked = True
+            self.has_checked_frozen_output = True
         if policy is GraphPolicy.KEEP:
             self.graphs.outputs.append(out)
         return out.representations.detach()
@@ -138,7 +140,7 @@ class ChunkedTower:
         Such a graph comes from a parameter that the module does not list, or from an input. It would be lost, because
         the encoder has no second pass.
         """
-        return torch.is_grad_enabled() and not self.has_second_pass and not self.frozen_output_checked
+        return torch.is_grad_enabled() and not self.has_second_pass and not self.has_checked_frozen_output
 
     # ---- second pass ----
 
@@ -219,7 +221,7 @@ class ChunkedTower:
     def rows(self, i: int) -> slice | Tensor:
         """The rows of the batch in chunk i, as an index."""
         start, stop = self.spans[i]
-        return slice(start, stop) if self.order is None else self.order[start:stop]
+        return slice(start, stop) if self.batch_rows is None else self.batch_rows[start:stop]
 
     def has_last_backward(self, i: int) -> bool:
         """Whether the backward pass of chunk i is the encoder's last one in the step."""

@@ -1,4 +1,4 @@
-"""What an encoder of `GradCache` takes, and what it may return.
+"""Inputs and outputs of the encoders of `GradCache`.
 
 An encoder takes nested tensors, or a `LazyInput` that loads its chunks. It returns representations, perhaps with a
 loss.

@@ -39,7 +39,7 @@ class GradCache:
             Frozen modules: one without trainable parameters has no replay, and a loss of its own is not counted.
             Random numbers: from torch's default generators, whose states are restored for the replay.
             Ranks: under DDP, or FSDP2's `fully_shard`, the gradients of each module are synchronised once, with its
-                last chunk. Other wrappers: see `GradientSync` and `HasNoSync`.
+                last chunk. Other wrappers: see `GradientSync` and `SupportsNoSync`.
         loss: maps one representation tensor per tower, over the whole (local) batch, to a scalar.
         chunks: samples per chunk, one size for all towers or one per tower. The last chunk may be shorter.
         keep_bytes: memory for graphs that are kept from the first pass, so that their chunks need no replay. It is the
@@ -134,10 +134,12 @@ class GradCache:
             raise ValueError(f"{len(inputs)} inputs for {len(self.towers)} encoders: one each, perhaps a tuple")
         return [self.encode_tower(i, tower_input, before_chunk) for i, tower_input in enumerate(inputs)]
 
-    def encode_tower(self, i: int, tower_input: object, before_chunk: Poll = no_poll, *, reserved: float = 0) -> Tensor:
+    def encode_tower(
+        self, i: int, tower_input: object, before_chunk: Poll = no_poll, *, reserved_bytes: float = 0
+    ) -> Tensor:
         """The first pass of tower i, after all earlier towers have had theirs; see `encode`.
 
-        `reserved`: bytes of `keep_bytes` that the input uses between the passes, such as a frozen tower's outputs.
+        `reserved_bytes`: a part of `keep_bytes` that the input uses between the passes, for a frozen tower's outputs.
         """
         tower = self.towers[i]
         with self._discarded_on_error():
@@ -149,7 +151,7 @@ class GradCache:
                 tower.num_keepable,
                 short_memory_policy(tower.encoder),
                 on_gpu=is_on_gpu(tower.encoder),
-                reserved=reserved,
+                reserved_bytes=reserved_bytes,
             )
             return tower.encode(graphs, before_chunk)
 

@@ -37,8 +37,8 @@ def syncs_itself(encoder: object) -> TypeGuard[GradientSync]:
     return hasattr(encoder, "gradient_sync")
 
 
-class HasNoSync(Protocol):
-    """A wrapper with a context in which a pass does not sum gradients, such as DDP.
+class SupportsNoSync(Protocol):
+    """A wrapper, such as DDP, whose `no_sync()` is a context in which a pass does not sum gradients over ranks.
 
     Wrappers other than DDP may decide in the forward pass whether to sum, so the graph of their last chunk is never
     kept.
@@ -47,7 +47,7 @@ class HasNoSync(Protocol):
     def no_sync(self) -> AbstractContextManager[None]: ...
 
 
-def offers_no_sync(encoder: object) -> TypeGuard[HasNoSync]:
+def supports_no_sync(encoder: object) -> TypeGuard[SupportsNoSync]:
     """Whether the encoder has a `no_sync`.
 
     Hooks on its gradients are then taken to sum them over ranks, except for passes inside `no_sync`, as DDP's do.
@@ -60,7 +60,7 @@ def can_sum_after_kept_graph(encoder: object) -> bool:
 
     DDP can be armed again: see `rearm_ddp_sync`. Another wrapper may have decided in its forward pass not to sum.
     """
-    return is_ddp(encoder) or syncs_itself(encoder) or not offers_no_sync(encoder)
+    return is_ddp(encoder) or syncs_itself(encoder) or not supports_no_sync(encoder)
 
 
 def is_collective(encoder: Callable[..., object]) -> bool:
@@ -96,7 +96,7 @@ def sync_context(encoder: Callable[..., object], *, is_last_backward: bool) -> I
             yield
         finally:
             encoder.set_requires_gradient_sync(True)
-    elif offers_no_sync(encoder) and not is_last_backward:
+    elif supports_no_sync(encoder) and not is_last_backward:
         with encoder.no_sync():
             yield
     else:

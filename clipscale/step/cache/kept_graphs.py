@@ -2,14 +2,14 @@
 
 With `keep_bytes` a number of bytes, as many graphs are kept as fit:
 
-first step           `GraphBudget.plan` keeps none and has every chunk's graph measured (MEASURE). After the first pass
-                     all ranks agree on the bytes of one (`KeptGraphs.agree_on_size`). A later step whose full chunks
-                     have another number of rows measures again
-later steps          `GraphBudget.plan` finds that n graphs fit: KEEP for chunks 0 to n - 1, NO_GRAPH for the others.
-                     The replay takes the kept ones from `KeptGraphs.outputs`
-a graph does not fit see `ShortMemoryPolicy`: the step goes on without it, and `KeptGraphs.is_out_of_memory` is set; or
-                     the error is raised. Before the replay, `GraphBudget.disable_if_memory_short` drops the step's
-                     graphs; later steps keep none
+- First step: `GraphBudget.plan` keeps none and has every chunk's graph measured (MEASURE). After the first pass all
+  ranks agree on the bytes of one (`KeptGraphs.agree_on_size`). A later step whose full chunks have another number of
+  rows measures again.
+- Later steps: `GraphBudget.plan` finds that n graphs fit: KEEP for chunks 0 to n - 1, NO_GRAPH for the others. The
+  replay takes the kept ones from `KeptGraphs.outputs`.
+- No memory for a graph: by `ShortMemoryPolicy` the step goes on without it and sets `KeptGraphs.is_out_of_memory`, or
+  the error is raised. Before the replay, `GraphBudget.disable_if_memory_short` drops the step's graphs. Later steps
+  keep none.
 
 Other values of `keep_bytes`: with 0 and math.inf nothing is measured, and none or all are kept; with None the first
 step measures, and none is kept until the caller gives a number.
@@ -66,8 +66,8 @@ class GraphPolicy(Enum):
     KEEP = "keep"
     # The graph is built, measured, and dropped.
     MEASURE = "measure"
-    # The graph is built without the tensors that its backward pass would need, and dropped. A rank without memory for
-    # these tensors does this, to communicate as often as the ranks that build whole graphs.
+    # The forward pass runs with gradients enabled, but saves no tensors. A rank without memory for them does this, to
+    # communicate as often as the ranks that build whole graphs.
     DISCARD = "discard"
     # No graph is built.
     NO_GRAPH = "no graph"
@@ -128,7 +128,7 @@ class KeptGraphs:
         return not self.on_gpu or free_gpu_memory() >= HEADROOM * self.graph_bytes
 
     @contextmanager
-    def building(self, policy: GraphPolicy) -> Iterator[None]:
+    def graph_context(self, policy: GraphPolicy) -> Iterator[None]:
         """Context of a first pass: builds, measures or discards its graph."""
         match policy:
             case GraphPolicy.KEEP:
@@ -184,20 +184,20 @@ class GraphBudget:
         memory_policy: ShortMemoryPolicy,
         *,
         on_gpu: bool,
-        reserved: float = 0,
+        reserved_bytes: float = 0,
     ) -> KeptGraphs:
         """Plan a step of tower i, after the first passes of all earlier towers: how many graphs fit.
 
         `chunk_rows`: rows of a full chunk, equally many on all ranks; where they change, a graph is measured again.
         `num_keepable`: the number of chunks, from the first on, whose graphs may be kept; 0 without a second pass.
-        `on_gpu`: see `measured_graph`. `reserved`: bytes of `keep_bytes` that hold other tensors, such as the outputs
-        of a frozen image tower.
+        `on_gpu`: see `measured_graph`. `reserved_bytes`: a part of `keep_bytes` that holds other tensors, such as the
+        outputs of a frozen image tower.
 
         All ranks measure in the same steps, even if one of them keeps no more: `agree_on_size` is a collective.
         """
         last = self.graphs_of_towers[i]
         graph_bytes = last.graph_bytes if last.chunk_rows == chunk_rows else 0
-        memory = 0 if self.keep_bytes is None or self.is_disabled else self.keep_bytes - reserved
+        memory = 0 if self.keep_bytes is None or self.is_disabled else self.keep_bytes - reserved_bytes
         earlier = [(graphs.num_kept, graphs.graph_bytes) for graphs in self.graphs_of_towers[:i]]
         num_planned = num_that_fit(memory, num_keepable, graph_bytes, earlier)
         needs_size = self.keep_bytes is None or 0 < self.keep_bytes < math.inf

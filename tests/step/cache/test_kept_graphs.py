@@ -240,7 +240,7 @@ def test_the_graphs_that_fit(memory: float, graph_bytes: int, earlier: list[tupl
 
 def test_a_plan_leaves_out_reserved_memory_and_measures_no_tower_without_a_second_pass() -> None:
     budget = GraphBudget(100, [KeptGraphs(chunk_rows=8, graph_bytes=10)])
-    assert budget.plan(0, 8, 20, RETRY, on_gpu=False, reserved=35).num_planned == 6
+    assert budget.plan(0, 8, 20, RETRY, on_gpu=False, reserved_bytes=35).num_planned == 6
     assert [budget.plan(0, 9, num_keepable, RETRY, on_gpu=False).is_measuring for num_keepable in (0, 4)] == [0, 1]
 
 
