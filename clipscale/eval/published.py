@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from clipscale.common.record import Results
+from clipscale.config.expected_bands import SOURCE, parse_bands
 from clipscale.eval.sets.known import known_sets
 
 
@@ -14,6 +15,11 @@ class PublishedBands:
     # `SET.METRIC` -> the lowest and the highest value, in per cent.
     bands: Mapping[str, tuple[float, float]] = field(default_factory=dict)
     source: str = ""
+
+    @staticmethod
+    def from_setting(expected: Mapping[str, object]) -> "PublishedBands":
+        """Read the setting `expected`. Raises UserError for other forms."""
+        return PublishedBands(parse_bands(expected), str(expected.get(SOURCE, "")))
 
     def line(self, results: Results) -> str:
         """Each result that has a band, with the band; empty if none has one.

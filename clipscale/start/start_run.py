@@ -5,25 +5,17 @@ from dataclasses import asdict
 from functools import partial
 
 from clipscale import checkpoint
-from clipscale.common.goal import Goal
-from clipscale.common.terminal import show_task
-from clipscale.config.expected_bands import SOURCE, parse_bands
-from clipscale.config.stages import stage_configs_of
 from clipscale.config.train_config import TrainConfig
 from clipscale.distributed.agreement import run_on_all_ranks
 from clipscale.distributed.world import World
-from clipscale.eval.goals import check_goals
 from clipscale.eval.published import PublishedBands
-from clipscale.eval.run import Evaluation
-from clipscale.eval.suites import load_chosen_sets
 from clipscale.eval.summary import print_summary
-from clipscale.lifecycle.intervals import Intervals
 from clipscale.lifecycle.run_lock import RunLock
 from clipscale.log.metrics import MetricLog
-from clipscale.run_folder.chosen_checkpoint import BestFinder
 from clipscale.run_folder.set_aside import set_aside_for_resume
 from clipscale.start.announce import announce
 from clipscale.start.build import BuiltRun, build
+from clipscale.start.evaluation_and_saving import build_saver, intervals_of, load_evaluation
 from clipscale.start.folder_changes import open_run_log, prepare_checkpoint_to_resume, writing_records
 from clipscale.start.resolve import ResolvedRun, resolve
 from clipscale.step_records import StepRecords
@@ -45,7 +37,7 @@ def start_run(
     """
     # What it is evaluated on. This comes first, so that a mistyped path ends the start in its first minute.
     evaluation = load_evaluation(config, world)
-    published = PublishedBands(parse_bands(config.expected), str(config.expected.get(SOURCE, "")))
+    published = PublishedBands.from_setting(config.expected)
 
     # Which checkpoint, and which settings.
     path = prepare_checkpoint_to_resume(config, world, fetch_copy=uploader is None)
@@ -105,54 +97,3 @@ def announce_and_open_log(resolved: ResolvedRun, built: BuiltRun, world: World) 
         )
         announce(resolved, built)
         return open_run_log(resolved, built.schedule, world)
-
-
-def load_evaluation(config: TrainConfig, world: World) -> Evaluation:
-    """Find what a run is evaluated on, and how. A collective. If one rank finds a mistake, raises UserError on all.
-
-    All stages are evaluated by the last one's objective, so that the results of all steps can be compared. `clipscale
-    eval` does the same.
-    """
-    if config.eval.has_sets:
-        show_task("reading the evaluation sets")
-    sets = run_on_all_ranks(world, lambda: load_chosen_sets(config.eval))
-    goals = {"checkpoint.best": config.checkpoint.best, "sweep.metric": config.sweep.metric}
-    check_goals(goals, sets, config.loss.sizes)
-    return Evaluation(
-        sets=sets,
-        batch_size=config.eval.batch,
-        objective=stage_configs_of(config)[-1].loss.objective,
-        sizes=tuple(config.loss.sizes),
-        uses_ema=config.eval.weights == "ema",
-        facts={"precision": config.precision},
-    )
-
-
-def intervals_of(config: TrainConfig, evaluation: Evaluation) -> Intervals:
-    """When the run evaluates and saves. Weights that it begins with are evaluated before the first step."""
-    save_steps, save_seconds = config.checkpoint.interval
-    return Intervals(
-        evaluates_at_start=bool(config.model.weights and evaluation.sets),
-        eval_steps=config.eval.every,
-        save_steps=save_steps,
-        save_seconds=save_seconds,
-    )
-
-
-def build_saver(
-    resolved: ResolvedRun, uploader: checkpoint.CheckpointUploader | None, world: World
-) -> checkpoint.Saver:
-    """What saves the run's checkpoints, and copies them with `checkpoint.copy`.
-
-    `uploader`: of the stages before. Without one, rank 0 begins to copy the newest checkpoint.
-    """
-    settings = resolved.config.checkpoint
-    best = BestFinder(resolved.run_dir, Goal.parse("checkpoint.best", settings.best)) if settings.best else None
-    retention = checkpoint.Retention(settings.keep, settings.keep_every, best)
-    if uploader is None and settings.copy:
-        uploader = checkpoint.CheckpointUploader(resolved.run_dir, settings.copy, retention)
-        if world.is_rank0:
-            uploader.start()
-    is_in_folder = resolved.checkpoint_path is None or resolved.continues_own_folder
-    last_begun_step = resolved.step if is_in_folder else None
-    return checkpoint.Saver(resolved.run_dir, world, retention, uploader, last_begun_step)

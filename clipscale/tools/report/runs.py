@@ -10,7 +10,6 @@ from clipscale.common import files
 from clipscale.common.errors import UserError
 from clipscale.common.record import EvalRecord, Record
 from clipscale.common.text import printable
-from clipscale.config.expected_bands import SOURCE, parse_bands
 from clipscale.config.parse import as_typed
 from clipscale.config.setting import flatten
 from clipscale.eval.published import PublishedBands
@@ -69,8 +68,7 @@ def _read(folder: Path) -> Run:
             rows.append(row)
         settings = {name: as_typed(value) for name, value in flatten(config)}
         environment = files.read_record(folder / ENVIRONMENT)
-        published = config.get("expected", {})
-        bands = PublishedBands(parse_bands(published), str(published.get(SOURCE, "")))
+        bands = PublishedBands.from_setting(config.get("expected", {}))
         line = bands.line(evaluations[-1]["results"]) if evaluations else ""
     return Run(
         name=folder.resolve().name,
