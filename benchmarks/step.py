@@ -44,7 +44,7 @@ from clipscale.data.loader.padding import Padding
 from clipscale.data.loader.sorted_texts import SortedTexts
 from clipscale.data.loader.to_device import ChunkLoader, TextLoader
 from clipscale.models.captioner import count_caption_labels, init_decoder
-from clipscale.models.encoders import architecture
+from clipscale.models.encoders import describe_model
 from clipscale.models.flops import Flops
 from clipscale.models.towers import build_model
 from clipscale.step.cache.encoder_io import LazyInput
@@ -236,10 +236,10 @@ class Step:
         del self.model.image.encoder, self.model.text.encoder, self.model.decoder
         with self.device:
             if self.is_captioner:
-                model = CoCa(**architecture(self.config)).to(self.device)
+                model = CoCa(**describe_model(self.config)).to(self.device)
                 init_decoder(model.text_decoder)
             else:
-                model = CustomTextCLIP(**architecture(self.config), output_dict=True).to(self.device)
+                model = CustomTextCLIP(**describe_model(self.config), output_dict=True).to(self.device)
         return torch.compile(model) if self.kind == "compiled" else model  # as its trainer does with --torchcompile
 
     def open_clip(self, chunks: list[tuple[Tensor, Tensor]], meter: Callable[[str], None]) -> None:

@@ -32,7 +32,7 @@ IMAGE_SIZE = 224
 USABLE_DESCRIPTIONS = set[str]()
 
 
-def architecture(config: ModelConfig) -> Record:
+def describe_model(config: ModelConfig) -> Record:
     """open_clip's description of the model (embed_dim, vision_cfg, text_cfg), changed by the settings of `config`.
 
     Raises UserError for a name that open_clip does not know.
@@ -72,7 +72,7 @@ def check_towers_of_captioner(name: str, description: Record) -> None:
         raise UserError(f"model.name={name!r}: a captioner has towers of open_clip's own, as coca_ViT-B-32")
 
 
-def encoders_of(description: Record, image_size: int | None = None) -> Encoders:
+def build_encoders(description: Record, image_size: int | None = None) -> Encoders:
     """open_clip's model by its description, on torch's default device; a tower of timm for pictures of `image_size`.
 
     Raises UserError where it cannot be built.
@@ -124,7 +124,7 @@ def check_encoders(encoders: Encoders, description: Record) -> None:
     decoder_inputs: list[Tensor] = []
     for name, tower, inputs in towers:
         with to_user_error(f"{NO_DESCRIPTION}: its {name} tower cannot be used"):
-            rows = on_meta(tower.eval(), inputs)
+            rows = run_on_meta(tower.eval(), inputs)
             if isinstance(encoders, CoCa):
                 rows, tokens_NTW = rows
                 decoder_inputs.append(tokens_NTW)
@@ -132,11 +132,11 @@ def check_encoders(encoders: Encoders, description: Record) -> None:
                 raise ValueError("its output is not a row of features of width embed_dim")
     if isinstance(encoders, CoCa):
         with to_user_error(f"{NO_DESCRIPTION}: its decoder cannot read its towers' tokens"):
-            on_meta(encoders.text_decoder, *decoder_inputs)
+            run_on_meta(encoders.text_decoder, *decoder_inputs)
     USABLE_DESCRIPTIONS.add(description_json)
 
 
-def on_meta(module: nn.Module, *inputs: Tensor) -> Any:
+def run_on_meta(module: nn.Module, *inputs: Tensor) -> Any:
     """A module's outputs for inputs on the meta device: shapes without values."""
     state = {key: x.to("meta") for key, x in (*module.named_parameters(), *module.named_buffers())}
     return functional_call(module, state, inputs)

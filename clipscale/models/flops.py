@@ -17,7 +17,7 @@ from torch.utils.flop_counter import flop_registry
 from clipscale.common.hardware import HARDWARE, hardware_of
 from clipscale.config.model import ModelConfig
 from clipscale.models.blocks import two_blocks
-from clipscale.models.encoders import Encoders, architecture, encoders_of
+from clipscale.models.encoders import Encoders, build_encoders, describe_model
 from clipscale.models.towers import ClipModel
 
 
@@ -104,7 +104,7 @@ def _encoders(model: str) -> Encoders:
     name, description, image_size, context = json.loads(model)
     config = ModelConfig(name=name, architecture=description, image_size=image_size, context_length=context)
     with torch.device("meta"):
-        return encoders_of(architecture(config), image_size).eval()
+        return build_encoders(describe_model(config), image_size).eval()
 
 
 def _count(

@@ -19,7 +19,7 @@ from clipscale.data.eval_transform import EvalTransform
 from clipscale.data.tokenizer import Tokenizer, tokenizer_of
 from clipscale.models import lora
 from clipscale.models.captioner import init_decoder
-from clipscale.models.encoders import IMAGE_SIZE, Encoders, architecture, check_encoders, encoders_of
+from clipscale.models.encoders import IMAGE_SIZE, Encoders, build_encoders, check_encoders, describe_model
 from clipscale.models.groups import lock, rate_factors
 from clipscale.models.lean import embed_patches_by_product, lean_encoder
 from clipscale.models.linear import replace_linear_layers
@@ -151,9 +151,9 @@ class ClipModel(nn.Module):
 def image_size_and_tokenizer(config: ModelConfig) -> tuple[int, Tokenizer]:
     """The side of a model's pictures in pixels, and its tokenizer, which data workers need before the model is built.
 
-    Raises UserError as `architecture`.
+    Raises UserError as `describe_model`.
     """
-    description = architecture(config)
+    description = describe_model(config)
     size = description["vision_cfg"].get("image_size", IMAGE_SIZE)
     return to_2tuple(size)[0], tokenizer_of(config.name, description["text_cfg"])
 
@@ -166,12 +166,12 @@ def build_model(config: ModelConfig, *, lean: bool = True, tokenizer: Tokenizer 
 
     Raises UserError for an unknown architecture or weights that do not fit it.
     """
-    description = architecture(config)
+    description = describe_model(config)
     if config.init_scale is not None:
         description["init_logit_scale"] = math.log(config.init_scale)
     if config.init_bias is not None:
         description["init_logit_bias"] = config.init_bias
-    encoders = encoders_of(description, config.image_size)
+    encoders = build_encoders(description, config.image_size)
     if config.architecture:
         check_encoders(encoders, description)
     if isinstance(encoders, CoCa):

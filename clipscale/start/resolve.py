@@ -17,7 +17,7 @@ from clipscale.config.train_config import TrainConfig, samples_of
 from clipscale.data.order import BatchShare
 from clipscale.distributed.agreement import run_long_on_rank0
 from clipscale.distributed.world import World
-from clipscale.models.encoders import architecture
+from clipscale.models.encoders import describe_model
 from clipscale.models.weights.load_weights import completed_by_weights
 from clipscale.run_folder.paths import checkpoints_of
 from clipscale.step.chunk_sizes import check_sizes
@@ -133,7 +133,7 @@ def make_stages(config: TrainConfig, stage_configs: list[TrainConfig], world: Wo
         )
         stages.append(stage)
         if config.stages:
-            architecture(stage_config.model)  # raises UserError for a model that cannot be built
+            describe_model(stage_config.model)  # raises UserError for a model that cannot be built
             step += samples_of(stage_config, None) // stage_config.batch
             samples = stage.samples_after(step)
     return stages

@@ -17,7 +17,7 @@ from clipscale.data.shards.counts import count_if_quick
 from clipscale.data.shards.features import find_teachers
 from clipscale.data.shards.listing import expand, local_shards
 from clipscale.eval.suites import load_chosen_sets
-from clipscale.models.encoders import architecture
+from clipscale.models.encoders import describe_model
 from clipscale.models.towers import build_model, image_size_and_tokenizer
 from clipscale.models.weights.load_weights import completed_by_weights
 from clipscale.run_folder.paths import run_folder, run_to_resume
@@ -36,7 +36,7 @@ def main(config: TrainConfig) -> None:
     if not config.model.name:  # the weights name it, before the stages replace parts of the model
         config = replace(config, model=completed_by_weights(config.model))
     for stage_config in stage_configs_of(config):
-        architecture(stage_config.model)
+        describe_model(stage_config.model)
     resumed = run_to_resume(config.run, config.resume)  # the run's checkpoint holds the weights
     model = config.model if resumed else completed_by_weights(config.model)
     sources = config.data.train or []

@@ -14,7 +14,7 @@ from clipscale.common.errors import UserError, one_line
 from clipscale.common.record import Record
 from clipscale.common.terminal import print_line
 from clipscale.config.model import ModelConfig
-from clipscale.models.encoders import encoders_of
+from clipscale.models.encoders import build_encoders
 from clipscale.models.towers import ClipModel, unit_rows
 from clipscale.models.weights import hugging_face
 from clipscale.models.weights.renaming import Weights, from_transformers, to_transformers
@@ -112,7 +112,7 @@ def transformer_config(blocks: Any, norm: nn.LayerNorm) -> dict[str, object]:
 def check_same_features(model: ClipModel, config: Record, state: Weights) -> None:
     """Raise ValueError unless a model that is read from this folder has the same features."""
     text: Any = model.text.encoder
-    again = encoders_of(hugging_face.description_of(config)).eval()
+    again = build_encoders(hugging_face.description_of(config)).eval()
     again.load_state_dict(from_transformers(state), strict=False)
     side = model.image_size
     pixels = torch.arange(3 * side**2).view(1, 3, side, side).sin()

@@ -10,7 +10,7 @@ from safetensors.torch import save_file
 from clipscale.common import files
 from clipscale.common.errors import UserError
 from clipscale.config.model import ModelConfig
-from clipscale.models.encoders import architecture, encoders_of, overrides_timm_sizes
+from clipscale.models.encoders import build_encoders, describe_model, overrides_timm_sizes
 from clipscale.models.towers import ClipModel
 from clipscale.models.weights.descriptions import SAFE_TEXT
 from clipscale.models.weights.load_weights import Weights
@@ -53,7 +53,7 @@ def weights(model: ClipModel) -> Weights:
 
 def open_clip_description(model: ClipModel, config: ModelConfig) -> dict[str, object]:
     """open_clip's description of the model and of its preprocessing."""
-    details = architecture(config) | {"custom_text": True}
+    details = describe_model(config) | {"custom_text": True}
     details["vision_cfg"].pop("patch_dropout", None)  # used in training only
     if not SAFE_TEXT.fullmatch(details["text_cfg"].get("hf_tokenizer_name") or TOKENIZER):  # a folder
         details["text_cfg"]["hf_tokenizer_name"] = TOKENIZER
@@ -65,11 +65,11 @@ def open_clip_description(model: ClipModel, config: ModelConfig) -> dict[str, ob
 
 def check_rebuilt_by_open_clip(model: ClipModel, config: ModelConfig) -> None:
     """Raise UserError unless open_clip builds this image tower by its description: it has timm's towers as they are."""
-    details = architecture(config)
+    details = describe_model(config)
     if overrides_timm_sizes(details["vision_cfg"]):
         raise UserError("format=open_clip: it has no SigLIP of these sizes, or with this activation; take format=hf")
     with torch.device("meta"):
-        reference = encoders_of(details).visual
+        reference = build_encoders(details).visual
     try:
         reference.load_state_dict(model.image.encoder.state_dict(), assign=True)
     except RuntimeError as error:  # for weights of another shape
