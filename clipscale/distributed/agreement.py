@@ -37,7 +37,7 @@ HEARTBEAT_S = 1.0
 def run_on_rank0(world: World, work: Callable[[], T]) -> T:
     """Call `work` on rank 0 alone. Returns its result, or raises AgreedError, on all ranks. A collective.
 
-    Another error than UserError leaves rank 0 alone: see `run_on_all_ranks`.
+    Any other error than UserError is raised on rank 0 alone: see `run_on_all_ranks`.
     """
     result = run_on_all_ranks(world, lambda: work() if world.is_rank0 else None)
     return cast(T, world.broadcast_object(result))
@@ -47,8 +47,8 @@ def run_long_on_rank0(world: World, work: Callable[[], T]) -> T:
     """`run_on_rank0` for work that may last as long as a network: copies, weights, counts. A collective.
 
     Meanwhile a thread of rank 0 sends heartbeats. If its process ends, the others fail at once; if it is frozen, after
-    `World.timeout`. If only `work` never returns, the heartbeats go on and the others wait as long: give such work a
-    time limit of its own.
+    `World.timeout`. If `work` itself never returns, the heartbeats go on and the others wait for ever: give such
+    work a time limit of its own.
     """
     if world.size == 1:
         return work()

@@ -93,14 +93,14 @@ def connect_store(rank: int, size: int, timeout: timedelta) -> tuple[dist.Store,
 
 def agree_on_prefix(store: dist.Store, rank: int, size: int, timeout: timedelta) -> str:
     """The prefix of this attempt, which all ranks agree on. Raises UnreachableError if a rank does not ask in time."""
-    name = uuid.uuid4().hex
+    token = uuid.uuid4().hex  # on rank 0 the prefix, on another rank the name of its question
     if rank:
-        store.set(f"asks/{rank}", name)
-        start = store.get(f"answers/{name}").decode()
-        store.add(f"{start}/joined", 1)
-        return start
+        store.set(f"asks/{rank}", token)
+        prefix = store.get(f"answers/{token}").decode()
+        store.add(f"{prefix}/joined", 1)
+        return prefix
     deadline = time.monotonic() + timeout.total_seconds()
-    while store.add(f"{name}/joined", 0) < size - 1:
+    while store.add(f"{token}/joined", 0) < size - 1:
         if time.monotonic() > deadline:
             raise UnreachableError(
                 f"launch.timeout_s={timeout.total_seconds():g}: not all of {size} ranks arrived in that time"
@@ -108,9 +108,9 @@ def agree_on_prefix(store: dist.Store, rank: int, size: int, timeout: timedelta)
         for other in range(1, size):
             # The question may be left from the last attempt. Then the rank of this attempt asks again.
             if store.check([f"asks/{other}"]):
-                store.set(f"answers/{store.get(f'asks/{other}').decode()}", name)
+                store.set(f"answers/{store.get(f'asks/{other}').decode()}", token)
         time.sleep(JOIN_POLL_S)
-    return name
+    return token
 
 
 def allow_open_files() -> None:

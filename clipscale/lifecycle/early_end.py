@@ -14,7 +14,7 @@ from clipscale.distributed.world import World
 from clipscale.lifecycle.run_lock import FolderInUseError, RunLock
 from clipscale.lifecycle.stopping import SignalError, stop_message
 
-# What an evaluation between two steps raises if it runs out of memory. A step makes it a UserError.
+# What an evaluation between two steps raises if it runs out of memory. A step raises a UserError instead.
 OUT_OF_MEMORY = (MemoryError, torch.OutOfMemoryError)
 
 
