@@ -89,6 +89,7 @@ class ArrivedStream:
         """`upcoming`: the batch of the next step; None if it has not arrived."""
         self._upcoming = upcoming
         self.failure = failure
+        self.num_discarded = 0
 
     def upcoming(self) -> HostBatch | None:
         return self._upcoming
@@ -99,6 +100,7 @@ class ArrivedStream:
 
     def discard_last_batch(self) -> None:
         self._upcoming = None
+        self.num_discarded += 1
 
 
 def run_step(
@@ -109,8 +111,12 @@ def run_step(
     upcoming: HostBatch | None = None,
     failure: Exception | None = None,
     wants_save: bool = False,
+    stream: ArrivedStream | None = None,
 ) -> StepResult:
-    """Run a step over the batch, at the optimizer's own rate. `upcoming`, `failure`: see `ArrivedStream`."""
-    stream = ArrivedStream(upcoming, failure)
+    """Run a step over the batch, at the optimizer's own rate.
+
+    `stream`: fills the batch; None: one that `upcoming` and `failure` describe (see `ArrivedStream`).
+    """
+    stream = stream or ArrivedStream(upcoming, failure)
     lr = step.optimizer.param_groups[0]["lr"]
     return step.run(batch, stream, number, lr=lr, wants_save=wants_save, before_chunk=lambda: None)
