@@ -1,18 +1,22 @@
-"""Workers of a pool end with the process that started them."""
+"""Workers of a pool end with the process that started them, and one that is killed is named."""
 
+import os
+import signal
 import time
 
 import psutil
 
+from clipscale.common.process_pool import spawned_pool
 from tests.support.interpreter import interpreted
+from tests.support.user_errors import refused
 
 KILLED = """
 import os, signal
 from clipscale.common.process_pool import spawned_pool
 
-pool = spawned_pool(2)
-print(*{pool.submit(os.getpid).result() for _ in range(2)}, flush=True)
-os.kill(os.getpid(), signal.SIGKILL)
+with spawned_pool(2) as pool:
+    print(*{pool.submit(os.getpid).result() for _ in range(2)}, flush=True)
+    os.kill(os.getpid(), signal.SIGKILL)
 """
 
 
@@ -24,3 +28,10 @@ def test_the_workers_of_a_killed_process_end() -> None:
     while any(psutil.pid_exists(worker) for worker in workers):
         assert time.monotonic() < end, "a worker goes on"
         time.sleep(0.1)
+
+
+def test_a_killed_worker_is_one_line() -> None:
+    with refused("was killed.*out of memory"), spawned_pool(1) as pool:
+        worker = pool.submit(os.getpid).result()
+        os.kill(worker, signal.SIGKILL)
+        pool.submit(os.getpid).result()

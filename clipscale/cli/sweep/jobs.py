@@ -87,6 +87,7 @@ def compose_runs(words: list[str], config_dir: str | None, plugins: Plugins | No
     """
     has_sweeper = plugins is not None and plugins.has_sweeper
     choices = choices_of(words, takes_intervals=has_sweeper)
+    check_one_name(choices)
     common = frozenset(values[0] for values in choices if len(set(values)) == 1)
     by_settings = {}
     for combination in product(*(values[:1] if has_sweeper else values for values in choices)):
@@ -104,6 +105,14 @@ def compose_runs(words: list[str], config_dir: str | None, plugins: Plugins | No
     advice = f"the same command{' with ' if missing else ''}{' '.join(missing)} resumes it"
     sweep = Sweep(folder, words, common, config_dir, configs[0].sweep.metric, advice, plugins)
     return sweep, [Job.in_sweep(config, folder, name) for name, config in zip(names, configs)]
+
+
+def check_one_name(choices: Sequence[Sequence[str]]) -> None:
+    """Raise UserError for several values of `run`. A sweep has one folder, and its runs have names of their own."""
+    for values in choices:
+        key, _, first = values[0].partition("=")
+        if key == "run" and len(set(values)) > 1:
+            raise UserError(f"run={first},...: a sweep has one folder, with one for each run in it; give one run=NAME")
 
 
 def folder_of_sweep(run: str) -> Path:

@@ -136,3 +136,9 @@ def test_a_repeated_sweep_trains_only_what_is_left(cli: Cli, shards: str, tmp_pa
     status, out, err = cli(*words)
     assert (status, out.count("is complete at step 2: nothing is left to train")) == (0, 2), out + err
     assert len((tmp_path / "runs/s/seed=1/metrics.jsonl").read_text().splitlines()) == 2
+
+
+def test_a_sweep_has_one_name(trained: list[TrainConfig], shards: str, capsys: Capture) -> None:
+    assert main(("train", "-m", *TINY, f"data.train={shards}", "seed=0,1", "run=a,b")) == 2
+    assert trained == []
+    assert "give one run=NAME" in capsys.readouterr().err
