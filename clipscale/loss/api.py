@@ -203,7 +203,8 @@ def _loss_of_terms(
     device = inputs.scale.device
     comm = runtime.communicator(group)
     if comm is not None and check:
-        facts = inputs.shapes() | {f"exchange (its place in {', '.join(EXCHANGES)})": EXCHANGES.index(exchange_name)}
+        facts = inputs.facts_to_compare()
+        facts[f"exchange (its place in {', '.join(EXCHANGES)})"] = EXCHANGES.index(exchange_name)
         comm.check_same_on_all_ranks(facts, device, objective.function_name)
     if backend_name == "triton":
         inputs = inputs.pad_features(WIDTH_STEP)

@@ -58,18 +58,19 @@ class LossCall:
         row_weight, col_weight = self.objective.weights
         rows = replace(inputs.rows, features=self._cast(image_features))
         if row_weight is not None:
-            rows.lse_weight = _weights(rows.features, row_weight, num_images)
+            rows.lse_weight = _lse_weights(rows.features, row_weight, num_images)
         cols = replace(inputs.cols, features=self._cast(text_features))
         if col_weight is not None:
             # A hard negative is the positive of no image: it has no weight.
-            cols.lse_weight = _weights(cols.features, col_weight / captions_per_image, num_images * captions_per_image)
+            paired = num_images * captions_per_image
+            cols.lse_weight = _lse_weights(cols.features, col_weight / captions_per_image, paired)
         return rows, cols
 
     def _cast(self, features: Tensor) -> Tensor:
         return features.detach().to(self.inputs.dtype).contiguous()
 
 
-def _weights(features: Tensor, weight: float, paired: int) -> Tensor:
+def _lse_weights(features: Tensor, weight: float, paired: int) -> Tensor:
     """(n,) in sum_dtype: `weight` for the first `paired` features, 0 for the others."""
     weights = features.new_full((len(features),), weight, dtype=sum_dtype(features.dtype))
     weights[paired:] = 0
@@ -116,9 +117,9 @@ class ContrastiveLoss(torch.autograd.Function):
                 forward_sweep(call, rows, cols, LossParameters(scale, bias))
             else:
                 needed = [call.needs_backward and needs for needs in ctx.needs_input_grad[1:]]
-                grads = gradients(call, rows, cols, inputs, NeedsGrad.of(needed), scale.new_tensor(1 / ctx.count))
+                grads = backward_sweep(call, rows, cols, inputs, NeedsGrad.of(needed), scale.new_tensor(1 / ctx.count))
                 ctx.grads = grads if any(needed) else None
-            total = call.exchange.all_reduce_sum(local_value(rows, cols))
+            total = call.exchange.all_reduce_sum(local_loss_sum(rows, cols))
 
         if call.check and not math.isfinite(total):
             raise ValueError(explain_non_finite(call, float(total), inputs))
@@ -141,7 +142,7 @@ class ContrastiveLoss(torch.autograd.Function):
             grads = [None if x is None else x.mul_(grad_output) for x in grads]
         else:
             with matmul_precision(call.inputs, call.similarity), replay_rng(ctx.random):
-                grads = gradients(call, rows, cols, inputs, NeedsGrad.of(needed), grad_output / ctx.count)
+                grads = backward_sweep(call, rows, cols, inputs, NeedsGrad.of(needed), grad_output / ctx.count)
         return None, *(None if x is None else x.to(like.dtype) for x, like in zip(grads, inputs))
 
 
@@ -156,7 +157,7 @@ def forward_sweep(call: LossCall, rows: BlockSide, cols: BlockSide, parameters: 
         cols.lse = column_sums[0]
 
 
-def local_value(rows: BlockSide, cols: BlockSide) -> Tensor:
+def local_loss_sum(rows: BlockSide, cols: BlockSide) -> Tensor:
     """This rank's part of the loss, times the number of pairs: the weighted log-sum-exps and `rows.row_loss`, 0-d."""
     assert rows.row_loss is not None
     value = rows.row_loss.sum()
@@ -166,7 +167,7 @@ def local_value(rows: BlockSide, cols: BlockSide) -> Tensor:
     return value
 
 
-def gradients(
+def backward_sweep(
     call: LossCall,
     rows: BlockSide,
     cols: BlockSide,
@@ -174,8 +175,8 @@ def gradients(
     needs: NeedsGrad,
     factor: Tensor,
 ) -> list[Tensor | None]:
-    """A collective: one sweep of the backend's backward function. Returns `factor` times N dL/dx of each
-    input x; with a factor of 1/N these are the gradients of the mean.
+    """A collective: one sweep of the backend's backward function. Returns the inputs' gradients of the summed loss,
+    times `factor`.
 
     An entry is None if its input needs no gradient. The scale's gradient may be computed even if it is not needed;
     autograd then ignores it. Where each gradient comes from:
@@ -297,7 +298,7 @@ def replay_rng(state: RandomState | None) -> Iterator[None]:
 
 def explain_non_finite(call: LossCall, value: float, inputs: Sequence[Tensor]) -> str:
     """Why the loss of a call is not finite."""
-    named = dict(zip(INPUT_NAMES, inputs)) | call.objective.named_targets(call.inputs)
+    named = dict(zip(INPUT_NAMES, inputs)) | call.objective.target_inputs_by_name(call.inputs)
     counts = {name: int((~x.isfinite()).sum()) for name, x in named.items()}
     reasons = [f"{name} has {count} non-finite numbers" for name, count in counts.items() if count]
     if call.exchange.size == 1:

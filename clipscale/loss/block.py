@@ -31,8 +31,7 @@ class BlockSide:
     teacher_lse: Tensor | None = None  # (n, K) float64, the log-sum-exps of each teacher's scores
     # Collected by the blocks:
     grad: Tensor | None = None  # like features, in sum_dtype; None if the features are frozen
-    # Rows only: (n,) float64, N times each row's part of the loss beside its log-sum-exp. In a softmax it is minus the
-    # scores of its targets, in a pairwise objective the sum of its pairs' terms.
+    # Rows only: (n,) float64, each row's loss without its log-sum-exp, times N.
     row_loss: Tensor | None = None
 
     def __len__(self) -> int:

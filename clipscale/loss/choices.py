@@ -33,7 +33,7 @@ def auto_exchange(nodes: int, entries: int, itemsize: int, on_gpu: bool) -> str:
     return "nodes" if nodes > 1 else "ring"
 
 
-def ranks_to_simulate(exchange_name: str, world_size: int, ranks_of_node: int) -> int:
+def num_simulated_ranks(exchange_name: str, world_size: int, ranks_of_node: int) -> int:
     """How many ranks a dry run of the loss has, to take as much memory on a rank as with `world_size` ranks.
 
     Columns that travel are on a rank only a few at a time, so further ranks or nodes take no more memory.

@@ -42,7 +42,7 @@ class Communicator:
         self.rank = dist.get_rank(group)
         self.size = dist.get_world_size(group)
 
-    def post(self, tensors: list[Tensor], peers: tuple[int, int], tag: int = 0) -> WaitFn:
+    def start_send_receive(self, tensors: list[Tensor], peers: tuple[int, int], tag: int = 0) -> WaitFn:
         """Start to send the tensors to the first rank of `peers` and to receive the same shapes from the second. `tag`
         separates concurrent streams. Returns a function that waits for both and returns the received tensors."""
         assert self.group is not None  # where a process group is initialized, WORLD is one

@@ -101,7 +101,8 @@ class Ring(GroupExchange):
     def __init__(
         self, communicator: Communicator, ring: Communicator | None = None, inner: Exchange | None = None
     ) -> None:
-        """`ring`: the ranks between which columns travel; None for all. `inner`: runs the columns that have arrived."""
+        """`ring`: the ranks between which columns travel; None for all. `inner`: computes the blocks of the
+        columns that have arrived."""
         super().__init__(communicator)
         self.ring = ring or communicator
         self.inner = inner or Exchange()
@@ -125,13 +126,13 @@ class Ring(GroupExchange):
         for hop in range(ring.size):
             is_own = hop == 0
             is_last = hop == ring.size - 1
-            pending_columns = None if is_last else ring.post(cols.tensors_to_send(), peers)
+            pending_columns = None if is_last else ring.start_send_receive(cols.tensors_to_send(), peers)
             partials = self.inner.sweep(cols, reductions, compute if is_own else compute_without_positives)
             if pending_sums is not None:
                 for reduction, partial, before in zip(reductions, partials, pending_sums()):
                     reduction.combine(partial, before, out=partial)
             if partials:
-                pending_sums = ring.post(partials, peers, tag=1)
+                pending_sums = ring.start_send_receive(partials, peers, tag=1)
             if pending_columns is not None:
                 cols = cols.with_received(pending_columns())
         return pending_sums() if pending_sums is not None else []

@@ -34,7 +34,7 @@ class Inputs:
         """Whether each image has one text, and there are no others."""
         return len(self.rows) == len(self.cols)
 
-    def shapes(self) -> dict[str, int]:
+    def facts_to_compare(self) -> dict[str, int]:
         """Sizes and types that must be the same on all ranks: otherwise their transfers of features would not match."""
         u = self.rows.features
         v = self.cols.features

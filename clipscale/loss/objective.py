@@ -18,13 +18,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Objective:
-    """What a loss is a sum of, and what computing it needs. OBJECTIVES has one for each name."""
+    """A loss function: its formula, and what is needed to compute it. OBJECTIVES has one for each name."""
 
     # (a, b): the weights of the mean cross-entropy from image to text, and from text to image. None leaves that
     # direction out.
     weights: tuple[float | None, float | None] = (None, None)
-    # Whether the loss is a sum over pairs. Then one sweep, in the forward pass, computes value and gradients. If not, a
-    # first sweep collects the log-sum-exps of the rows and columns that have a weight.
+    # Whether each pair adds to the loss by itself. Then one sweep, in the forward pass, computes value and gradients.
+    # If not, a first sweep collects the log-sum-exps of the rows and columns that have a weight.
     is_pairwise: bool = True
     # Whether the loss takes a logit bias, which is trained.
     needs_bias: bool = False
@@ -56,7 +56,7 @@ class Objective:
         """The inputs with what the sweeps need beside features. A collective. The base class adds nothing."""
         return inputs
 
-    def named_targets(self, inputs: "Inputs") -> "dict[str, Tensor]":
+    def target_inputs_by_name(self, inputs: "Inputs") -> "dict[str, Tensor]":
         """The tensors of which the targets are computed, by their names in errors. The base class has none."""
         return {}
 

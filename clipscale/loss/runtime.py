@@ -39,7 +39,7 @@ class LossRuntime:
         self.ranks_of_node = ranks_of_node
         self.timeout = timeout
 
-    def nodes(self, group_size: int) -> int:
+    def num_nodes(self, group_size: int) -> int:
         """The number of nodes that a group of this size spans; 1 if unknown, as for a subgroup."""
         node_size = self.ranks_of_node
         if node_size is None and ranks.under_launcher() and ranks.size() == group_size:

@@ -1,4 +1,4 @@
-"""The terms of a call. The loss of a call is the mean of one or more terms; the exchange decides how many.
+"""The terms of a call. The loss of a call is the mean of its terms: `local` has two, every other exchange one.
 
 Letters: P ranks; n rows (images) and m columns (texts) of this rank.
 """
@@ -69,7 +69,7 @@ def make_exchange(exchange_name: str, inputs: Inputs, comm: Communicator | None,
     """A collective: the exchange of this name; by default a gather."""
     if comm is None:
         return Exchange()
-    nodes = runtime.nodes(comm.size)
+    nodes = runtime.num_nodes(comm.size)
     if runtime.ranks_of_node is None:  # other nodes may have other numbers of ranks
         assert comm.group is not None
         nodes = broadcast_from_rank0(comm.group, nodes, inputs.scale.device)

@@ -16,13 +16,13 @@ class TileOps:
     buffer of the scores' shape."""
 
     def forward(self, scores: Tensor, tile: Block, bound: float, scratch: Tensor) -> None:
-        """Add a tile's scores to the running log-sum-exps, and its positives to `row_loss`."""
+        """Add a tile's scores to the running log-sum-exps, and subtract its positives from `row_loss`."""
         raise NotImplementedError
 
     def backward(self, scores: Tensor, tile: Block, bound: float, scratch: Tensor) -> Tensor:
         """N times the derivative of the loss with respect to the scores, given the complete log-sum-exps.
 
-        It may be the scores' own memory. Adds to the bias's gradient, and to the rows' values if the loss has
-        terms of single pairs.
+        It may be the scores' own memory. A pairwise objective also adds its loss to `row_loss`; with a bias, its
+        gradient to `bias_grad`.
         """
         raise NotImplementedError

@@ -25,21 +25,21 @@ class TorchBackend:
         self.is_dense = is_dense
 
     def forward(self, block: Block) -> None:
-        """Merge the block into the log-sum-exps of its rows and columns and into its rows' values, in place."""
+        """Merge the block into the log-sum-exps of its rows and columns and into `row_loss`, in place."""
         bound = self.similarity.bound(block)
-        for tile, out, scratch in self._tiles(block):
-            scores = self.similarity.scores(tile, out)
+        for tile, scores_buffer, scratch in self._tiles(block):
+            scores = self.similarity.scores(tile, scores_buffer)
             tile_bound = _mask_pairs(scores, tile, bound)
             self.tile_ops.forward(scores, tile, tile_bound, scratch)
 
     def backward(self, block: Block) -> None:
         """Add the block's part to every gradient that is not None, in place, given both complete log-sum-exps.
 
-        It also adds to the rows' values if the loss has terms of single pairs.
+        A pairwise objective also adds its loss to `row_loss`.
         """
         bound = self.similarity.bound(block)
-        for tile, out, scratch in self._tiles(block):
-            scores, vjp = self.similarity.vjp(tile, out)
+        for tile, scores_buffer, scratch in self._tiles(block):
+            scores, vjp = self.similarity.vjp(tile, scores_buffer)
             tile_bound = _mask_pairs(scores, tile, bound)
             score_grad = self.tile_ops.backward(scores, tile, tile_bound, scratch)
             vjp(score_grad)
@@ -57,8 +57,8 @@ class TorchBackend:
         for tile in self.runtime.tiles_to_run(block.split(height, width)):
             rows = len(tile.rows)
             cols = len(tile.cols)
-            out, scratch = buffers[:, : rows * cols].unflatten(1, (rows, cols))
-            yield tile, out, scratch
+            scores_buffer, scratch = buffers[:, : rows * cols].unflatten(1, (rows, cols))
+            yield tile, scores_buffer, scratch
 
 
 def _mask_pairs(scores: Tensor, tile: Block, bound: float | None) -> float:

@@ -109,10 +109,13 @@ def test_a_gather_within_nodes_and_a_ring_between_them_are_exact(ranks: Workers,
 
 
 def test_auto_is_a_gather_where_that_is_small_and_else_a_ring_in_a_node() -> None:
-    assert [auto_exchange(1, 2**15 * 768, 2, on_gpu) for on_gpu in (True, False)] == ["gather", "ring"], "48 MiB"
-    assert [auto_exchange(2, 2**20 * width, 2, True) for width in (768, 1024)] == ["gather", "nodes"], "4.5 GiB, 6 GiB"
-    assert LossRuntime().nodes(8) == 1, "not started by torchrun"
-    assert LossRuntime(ranks_of_node=4).nodes(8) == 2
+    assert auto_exchange(1, 1, 2, on_gpu=False) == "ring"
+    numbers = 2**25  # of a node's texts in half precision: 64 MiB, and 128 MiB of gradients
+    assert [auto_exchange(1, numbers + more, 2, on_gpu=True) for more in (0, 1)] == ["gather", "ring"]
+    numbers = 5 * 2**27  # of several nodes' texts in float32: 2.5 GiB, and as much of gradients
+    assert [auto_exchange(2, numbers + more, 4, on_gpu=True) for more in (0, 1)] == ["gather", "nodes"]
+    assert LossRuntime().num_nodes(8) == 1, "not started by torchrun"
+    assert LossRuntime(ranks_of_node=4).num_nodes(8) == 2
 
 
 def own_node(group: dist.ProcessGroup, rank: int) -> float:

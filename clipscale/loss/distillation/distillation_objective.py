@@ -48,7 +48,7 @@ class Distillation(Objective):
     def prepare(self, inputs: Inputs, exchange: Exchange, runtime: LossRuntime) -> Inputs:
         return add_teacher_lses(inputs, self.teachers, exchange, runtime)
 
-    def named_targets(self, inputs: Inputs) -> dict[str, Tensor]:
+    def target_inputs_by_name(self, inputs: Inputs) -> dict[str, Tensor]:
         widths = [teacher.width for teacher in self.teachers]
         targets: dict[str, Tensor] = {}
         for side, features in (("image", inputs.rows.teacher_features), ("text", inputs.cols.teacher_features)):

@@ -36,17 +36,17 @@ class DistillationTileOps(SoftmaxTileOps):
 
     def forward(self, scores: Tensor, tile: Block, bound: float, scratch: Tensor) -> None:
         if tile.rows.row_loss is not None:
-            weights = self._targets(tile, scores)
+            weights = self._target_weights(tile, scores)
             masked = tile.masked_pairs()
             counted = scores if masked is None else scores.masked_fill(masked, 0)
             tile.rows.row_loss -= (weights * counted).sum(1, dtype=torch.float64)
         super().forward(scores, replace(tile, positive_offset=None), bound, scratch)
 
     def backward(self, scores: Tensor, tile: Block, bound: float, scratch: Tensor) -> Tensor:
-        weights = self._targets(tile, scores)
+        weights = self._target_weights(tile, scores)
         return super().backward(scores, replace(tile, positive_offset=None), bound, scratch).sub_(weights)
 
-    def _targets(self, tile: Block, like: Tensor) -> Tensor:
+    def _target_weights(self, tile: Block, like: Tensor) -> Tensor:
         """W (n, m), in the type of `like`."""
         weights = torch.zeros_like(like)
         masked = tile.masked_pairs()

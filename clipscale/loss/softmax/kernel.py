@@ -190,7 +190,7 @@ class TritonSoftmax(TritonBackend):
     """Runs the softmax's kernels: one matrix product (2 n m D FLOP) in the forward pass, three in the backward pass."""
 
     def forward(self, block: Block) -> None:
-        """Merge the block into the log-sum-exps, by the kernel, and its positives into the rows' values."""
+        """Merge the block into the log-sum-exps, by the kernel, and its positives into `row_loss`."""
         features = block.rows.features
         scale = block.parameters.scale
         factor, nat = log2_factor(scale)

@@ -22,7 +22,7 @@ class SoftmaxTileOps(TileOps):
     """The softmax's two functions on a tile. They leave out the direction of a side that has no weights."""
 
     def forward(self, scores: Tensor, tile: Block, bound: float, scratch: Tensor) -> None:
-        sides = weighted_sides(tile)
+        directions = softmax_directions(tile)
         shift = _exponent_shift(bound)
         i, j = tile.positive_pairs()
         if tile.rows.row_loss is not None:
@@ -31,7 +31,7 @@ class SoftmaxTileOps(TileOps):
             exponentials = torch.exp(scores, out=scratch)
         else:
             exponentials = torch.sub(scores, shift, out=scratch).exp_()
-        for _, lse, dim in sides:
+        for _, lse, dim in directions:
             total = exponentials.sum(dim)
             has_lost_terms = shift > 0 and bool(total.min() < MIN_SUM)
             if has_lost_terms:
@@ -41,33 +41,35 @@ class SoftmaxTileOps(TileOps):
             lse.copy_(torch.logaddexp(lse, tile_lse))
 
     def backward(self, scores: Tensor, tile: Block, bound: float, scratch: Tensor) -> Tensor:
-        sides = weighted_sides(tile)
+        directions = softmax_directions(tile)
         shift = _exponent_shift(bound)
-        # One exponential an element suffices where e^(t - r) and e^(t - c) are finite, and what underflows in e^(x - t)
-        # is nothing beside them.
-        if all(shift - float(lse.min()) <= MARGIN for _, lse, _ in sides):
+        # One exponential an element suffices where e^(t - r) and e^(t - c) are finite, and terms that underflow in
+        # e^(x - t) are negligible.
+        if all(shift - float(lse.min()) <= MARGIN for _, lse, _ in directions):
             if shift != 0:
                 scores.sub_(shift)
             scores.exp_()
-            factors = [(weight * (shift - lse).exp()).to(scores.dtype).unsqueeze(dim) for weight, lse, dim in sides]
+            factors = [
+                (weight * (shift - lse).exp()).to(scores.dtype).unsqueeze(dim) for weight, lse, dim in directions
+            ]
             if len(factors) == 2:
                 scores.mul_(torch.add(*factors, out=scratch))
             else:
                 scores.mul_(factors[0])
         else:
-            terms = [weighted_probabilities(scores, *side) for side in sides]
+            terms = [weighted_probabilities(scores, *direction) for direction in directions]
             if len(terms) == 2:
                 torch.add(*terms, out=scores)
             else:
                 scores.copy_(terms[0])
         # The positives' weights are subtracted from the scores' gradient. In the features' gradients `a p - a` would
-        # cancel to nothing near p = 1.
+        # lose all digits to cancellation near p = 1.
         i, j = tile.positive_pairs()
         scores[i, j] -= positive_weights(tile, i, j).to(scores.dtype)
         return scores
 
 
-def weighted_sides(block: Block) -> list[tuple[Tensor, Tensor, int]]:
+def softmax_directions(block: Block) -> list[tuple[Tensor, Tensor, int]]:
     """The directions of the softmax, image to text and text to image, whose sides have weights.
 
     For each: the weights, the log-sum-exps, and the dimension of the scores to sum over.

@@ -32,7 +32,7 @@ class TritonBackend:
         self.tiles = tiles
 
     def forward(self, block: Block) -> None:
-        """See TorchBackend. An objective that is a sum over pairs has none: `backward` is its one sweep."""
+        """See TorchBackend. A pairwise objective has none: `backward` is its one sweep."""
         raise NotImplementedError
 
     def backward(self, block: Block) -> None:

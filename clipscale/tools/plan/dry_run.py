@@ -18,7 +18,7 @@ from clipscale.common.modules import is_frozen
 from clipscale.config.train_config import TrainConfig
 from clipscale.data.loader.sorted_texts import WIDTH_MULTIPLE
 from clipscale.data.shards.features import TeacherFeatures
-from clipscale.loss.choices import auto_exchange, ranks_to_simulate
+from clipscale.loss.choices import auto_exchange, num_simulated_ranks
 from clipscale.loss.runtime import running_on
 from clipscale.models.families import may_cut_captions
 from clipscale.models.flops import PassFlops, decoder_flops, image_flops, text_flops, trained_names
@@ -280,7 +280,7 @@ def dry_run(config: TrainConfig, world_size: int, capability: int | None, nodes:
     sorts_captions = False  # takes more memory, so it is safe where the tokenizer is missing
     with suppress(UserError, OSError):
         sorts_captions = may_cut_captions(model.text.encoder, model.tokenizer)
-    runtime = DryRunRuntime(capability, ranks_to_simulate(exchange, world_size, ranks_of_node), ranks_of_node)
+    runtime = DryRunRuntime(capability, num_simulated_ranks(exchange, world_size, ranks_of_node), ranks_of_node)
     with without_memory() as tracker, cuda_autocast() if capability else nullcontext(), running_on(runtime):
         before = tracker.live
         step = build_dry_step(config, model, on_gpu=capability is not None)

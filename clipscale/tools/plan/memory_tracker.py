@@ -158,7 +158,7 @@ class DryCommunicator(Communicator):
         self.rank = 0
         self.size = size
 
-    def post(self, tensors: list[Tensor], peers: tuple[int, int], tag: int = 0) -> WaitFn:
+    def start_send_receive(self, tensors: list[Tensor], peers: tuple[int, int], tag: int = 0) -> WaitFn:
         received = [x.clone() for x in tensors]
 
         def wait(sent: list[Tensor] = tensors) -> list[Tensor]:  # these live until they have been sent
