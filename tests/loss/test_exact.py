@@ -3,6 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from open_clip.loss import SigLipLoss
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -11,6 +12,7 @@ from clipscale.loss import choices
 from clipscale.loss.objective import OBJECTIVES
 from clipscale.loss.reference import dense_contrastive_loss
 from tests.loss.cases import (
+    LossFunction,
     Phi,
     assert_exact,
     assert_near_plain_torch,
@@ -51,6 +53,21 @@ def test_dot_product_is_exact(objective: str, has_keys: bool, backend: dict) -> 
         for scale in (1.0, 100.0) if n > 100 or kind == "low" else (100.0,):
             options = {"objective": objective} | ({"keys": keys(n)} if has_keys else {})
             agrees(*features(n, n if has_keys else m, width, kind), scale, options, backend)
+
+
+def cross_entropy(u: Tensor, v: Tensor, scale: Tensor, logit_bias: Tensor) -> Tensor:
+    """CLIP's loss by torch's own function."""
+    scores = scale * u @ v.T
+    positives = torch.arange(len(u))
+    return (F.cross_entropy(scores, positives) + F.cross_entropy(scores.T, positives)) / 2
+
+
+@pytest.mark.parametrize("ours", [contrastive_loss, dense_contrastive_loss])
+@pytest.mark.parametrize(("objective", "others"), [("softmax", cross_entropy), ("sigmoid", SigLipLoss())])
+def test_an_objective_is_what_others_compute(objective: str, others: LossFunction, ours: LossFunction) -> None:
+    """The oracle reads the formulas and facts of `OBJECTIVES`, as the loss does. torch and open_clip do not."""
+    u, v = features(23, 23, 12, "aligned")
+    assert_exact(results(ours, u, v, 14.3, tile=7, objective=objective), results(others, u, v, 14.3), 14.3, 1e-10, ours)
 
 
 @pytest.mark.parametrize("backend", SMALL_BACKENDS)
