@@ -33,7 +33,7 @@ def results_of(step: int) -> dict[str, dict[str, float]]:
 
 
 class Step:
-    """A step of one chunk. `during(number)` is called in its middle; `saves_after`: the steps whose ranks wish it."""
+    """A step of one chunk. `during(number)` runs in its middle. `saves_after`: then a rank asks to save."""
 
     def __init__(self, diary: list[str], during: Callable[[int], None], saves_after: tuple[int, ...]) -> None:
         self.diary = diary

@@ -35,8 +35,8 @@ from tests.support.towers import TOKENS, samples
 def test_text_chunks_and_caption_labels_are_known_if_each_rank_knows_its_own(
     message: tuple[int, ...], facts: StepFacts
 ) -> None:
-    """The largest of all ranks count: whether one does not know its numbers, whether one wishes to save, chunks. Then
-    comes each rank's number of caption labels."""
+    """The largest of all ranks count: whether one does not know its numbers, whether one asks for a checkpoint, chunks.
+    Then comes each rank's number of caption labels."""
     assert StepAgreement(AsyncReduction(torch.tensor(message))).facts == facts
 
 
@@ -47,14 +47,14 @@ def test_no_labels_of_any_rank_are_known_without_another_message() -> None:
         assert AgreedInputs(inputs, agreement).num_caption_labels(local_labels=5) == 0
 
 
-def wishes_to_save(rank: int, world_size: int) -> list[bool]:
-    """The ranks' wish after a step in which no rank wishes to save, and after one in which rank 1 alone does."""
+def checkpoints_asked_for(rank: int, world_size: int) -> list[bool]:
+    """Whether the result asks for a checkpoint: of a step in which no rank does, and of one in which rank 1 does."""
     step = small_step(world=World(rank, world_size, torch.device("cpu")))
     return [run_step(step, small_batch(), wants_save=wants_save).wants_save for wants_save in (False, rank == 1)]
 
 
-def test_the_result_of_a_step_has_the_wish_of_any_rank_to_save() -> None:
-    assert run_ranks(wishes_to_save, 2) == [[False, True]] * 2
+def test_the_result_of_a_step_says_whether_any_rank_asks_for_a_checkpoint() -> None:
+    assert run_ranks(checkpoints_asked_for, 2) == [[False, True]] * 2
 
 
 @pytest.mark.parametrize(("has_arrived", "messages"), [(True, 0), (False, 1)])
