@@ -23,7 +23,7 @@ from clipscale.data.shards.reader import ReadFailure, read_shard
 from clipscale.models.captioner import WRITTEN_TOKENS, write_captions
 from clipscale.tools.data.demo_folder import user_folder
 from clipscale.tools.data.scenes import TABLES, ShapeClass
-from clipscale.trained_model import load_model
+from clipscale.tools.trained_model import load_model
 
 DEFAULTS = {"seeds": "0,1,2", "samples": "8k", "pictures": 200, "runs": "runs/captioner", "out": "runs/bench"}
 EXPERIMENTS = ("demo", "demo-coca")

@@ -1,7 +1,7 @@
 """A run: find the other ranks, lock the folder, and train one stage after another.
 
 This is one process's part; the command line starts the processes. `start/start_run.py` has the start of a run on one
-page, `train_loop.py` its steps.
+page, `run/train_loop.py` its steps.
 """
 
 from dataclasses import replace
@@ -15,9 +15,9 @@ from clipscale.config.train_config import TrainConfig
 from clipscale.distributed.agreement import run_long_on_rank0, run_on_rank0
 from clipscale.distributed.join import destroy_world, init_world
 from clipscale.distributed.world import World
-from clipscale.lifecycle.run_lock import RunLock
-from clipscale.lifecycle.stopping import COPY_WITHIN_S
 from clipscale.loss.runtime import LossRuntime, running_on
+from clipscale.run.run_lock import RunLock
+from clipscale.run.stopping import COPY_WITHIN_S
 from clipscale.run_folder.paths import RESULT
 from clipscale.start.shared_storage import check_shared
 from clipscale.start.start_run import start_run

@@ -21,12 +21,12 @@ from clipscale.common.files import read_yaml
 from clipscale.config.sections import CheckpointConfig
 from clipscale.data.loader.stream import DataConfig
 from clipscale.data.shards import index, requests, store
-from clipscale.lifecycle.run_lock import RunLock
+from clipscale.run.run_lock import RunLock
+from clipscale.run.train_loop import TrainLoop
 from clipscale.run_folder.paths import checkpoints_of, step_of
 from clipscale.step.train_step import StepResult
+from clipscale.tools.trained_model import load_model
 from clipscale.train import train
-from clipscale.train_loop import TrainLoop
-from clipscale.trained_model import load_model
 from tests.data.files import write_shards
 from tests.data.shards.web import FAULTS, Web, serving
 from tests.support.runs import curve, four_step_config, records
@@ -75,7 +75,7 @@ def test_a_removed_folder_ends_the_run_with_a_checkpoint_in_a_new_one(
     shards: str, undisturbed: list[float], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, used: bool
 ) -> None:
     """If another run has begun there (`used`), nothing is written into its folder."""
-    monkeypatch.setattr("clipscale.lifecycle.run_lock.WAIT_S", 0.0)
+    monkeypatch.setattr("clipscale.run.run_lock.WAIT_S", 0.0)
     run, other = tmp_path / "run", RunLock(tmp_path / "run")
 
     def remove(step: int) -> None:

@@ -28,13 +28,13 @@ from clipscale.distributed.world import World
 from clipscale.loss.api import contrastive_loss
 from clipscale.loss.reference import dense_contrastive_loss
 from clipscale.models.towers import ClipModel
+from clipscale.run.train_loop import TrainLoop
 from clipscale.run_folder.paths import checkpoints_of
 from clipscale.step.cache.cast_weights import CastWeights
 from clipscale.step.cache.grad_cache import GradCache
 from clipscale.step.compiled import compile_towers
 from clipscale.tools.data.demo_folder import train_shards
 from clipscale.train import train
-from clipscale.train_loop import TrainLoop
 from tests.step.cache.encoders import batch, models, one_graph
 from tests.support.device import CUDA, DEVICE, on_device, only_on_cuda
 from tests.support.gradients import assert_same, gradients

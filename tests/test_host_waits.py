@@ -12,9 +12,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import clipscale
 from clipscale.config.model import ModelConfig
 from clipscale.config.sections import LossConfig
+from clipscale.run.train_loop import TrainLoop
 from clipscale.step.train_step import StepResult
 from clipscale.train import train
-from clipscale.train_loop import TrainLoop
 from tests.support.runs import ARCHITECTURE, four_step_config
 
 PACKAGE = str(Path(clipscale.__file__).parent)

@@ -122,17 +122,17 @@ def test_files_that_a_file_opens_by_naming_are_in_its_folder_or_have_their_path(
 READS_SETTINGS = {
     "clipscale.config.train_config": ["cli/*", "config/*", "launch/local.py", "start/*", "tools/*", "train.py"],
     "clipscale.config.data": ["config/*", "data/*", "start/*", "tools/*"],
-    "clipscale.config.model": ["config/*", "launch/local.py", "models/*", "start/*", "tools/*", "trained_model.py"],
+    "clipscale.config.model": ["config/*", "launch/local.py", "models/*", "start/*", "tools/*"],
     "clipscale.config.run_model": ["cli/*", "config/*", "tools/*"],
     "clipscale.config.checks": ["cli/*", "config/*", "launch/local.py", "start/*", "tools/*"],
     "clipscale.config.config_file": ["cli/*", "config/*", "start/*", "tools/*"],
     "clipscale.config.stages": [  # below `start/`, its classes `Stage` and `OptimizerPolicy`, which are no settings
         "cli/*",
         "config/*",
+        "run/train_loop.py",
         "start/*",
         "step/checkpoint_state.py",
         "tools/*",
-        "train_loop.py",
     ],
     "clipscale.config.sections": [
         "config/*",
@@ -446,7 +446,7 @@ def test_the_tools_that_other_tools_use_are_those_of_the_table() -> None:
             if used != tool:
                 used_by.setdefault(used, set()).add(tool)
     shown = {
-        places.strip("`").removeprefix("tools/"): {*re.findall(r"\w+", users)}
+        places.strip("`").removeprefix("tools/").removesuffix(".py"): {*re.findall(r"\w+", users)}
         for _, places, _, users in rows_of_the_parts()
         if users
     }
@@ -456,7 +456,7 @@ def test_the_tools_that_other_tools_use_are_those_of_the_table() -> None:
 def trained_by_the_core_alone(rank: int, ranks: int, config: bytes) -> tuple[int, set[str]]:
     """The steps of a run where the parts around the core cannot be imported, and the parts that it has loaded."""
     forget_the_package()
-    around = {f"clipscale.{part}" for part in ("cli", "launch", "tools", "trained_model")}
+    around = {f"clipscale.{part}" for part in ("cli", "launch", "tools")}
     sys.modules.update(dict.fromkeys(around))  # an import of these then fails
     train = resolve_name("clipscale.train:train")
     result = train(pickle.loads(config))
@@ -553,4 +553,4 @@ def parts_of_the_libraries(*_: int) -> tuple[set[str], set[str], set[str]]:
 
 def test_the_gradient_cache_and_the_loss_load_no_other_part_of_the_program() -> None:
     ((cache, beside, both),) = run_ranks(parts_of_the_libraries, 1)
-    assert cache == {"batch", "common", "step"} and not beside and not both & {"data", "config", "distributed"}
+    assert cache == {"common", "step"} and not beside and not both & {"data", "config", "distributed"}

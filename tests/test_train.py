@@ -33,12 +33,12 @@ from clipscale.eval.classification import ClassificationSet
 from clipscale.eval.sets.item import Measurement
 from clipscale.launch import local
 from clipscale.log.records import StepRecord
+from clipscale.run.train_loop import TrainLoop
 from clipscale.run_folder.paths import checkpoints_of, step_of
 from clipscale.step.cache.grad_cache import GradCache
 from clipscale.step.train_step import StepResult
+from clipscale.tools.trained_model import load_model
 from clipscale.train import train
-from clipscale.train_loop import TrainLoop
-from clipscale.trained_model import load_model
 from tests.support.checkpoints import ONE_RANK, steps
 from tests.support.ranks import run_ranks
 from tests.support.runs import (

@@ -8,7 +8,7 @@ from typing import Any, Self, TypedDict
 from torch import Tensor
 
 from clipscale import __version__
-from clipscale.batch.chunks import ChunkSizes
+from clipscale.common.batch import ChunkSizes
 from clipscale.common.rng import RandomState
 from clipscale.data.loader.position import DataPosition
 

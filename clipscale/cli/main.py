@@ -20,7 +20,7 @@ from clipscale.common.output import ignore_output_errors, prepare_output
 from clipscale.common.terminal import announce_task, clear, is_main_rank, print_failure, print_line, show_task
 from clipscale.config.config_file import to_yaml
 from clipscale.launch.failures import WorkerError
-from clipscale.lifecycle.stopping import exit_on_signal
+from clipscale.run.stopping import exit_on_signal
 
 
 def main(argv: Sequence[str] | None = None) -> int:

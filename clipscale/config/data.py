@@ -3,7 +3,7 @@
 import re
 from dataclasses import dataclass
 
-from clipscale.batch.text_layout import TextLayout
+from clipscale.common.batch import TextLayout
 from clipscale.common.errors import UserError
 from clipscale.config.conditions import parse_caption_sources, parse_conditions
 from clipscale.config.setting import section, setting

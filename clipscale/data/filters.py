@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
-from clipscale.batch.text_layout import ONE_CAPTION, TextLayout
+from clipscale.common.batch import ONE_CAPTION, TextLayout
 from clipscale.config.conditions import (
     CAPTION,
     SAMPLE,

@@ -29,7 +29,7 @@ from clipscale.config.train_config import TrainConfig
 from clipscale.data.loader.fork_server import warm_up
 from clipscale.launch.failures import cause_of_end, first_failure, write_failure
 from clipscale.launch.launcher_variables import check_launcher_variables
-from clipscale.lifecycle.stopping import (
+from clipscale.run.stopping import (
     SHUTDOWN_S,
     effective_signal,
     exit_on_signal,

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from clipscale import checkpoint
-from clipscale.batch.chunks import ChunkSizes
+from clipscale.common.batch import ChunkSizes
 from clipscale.common.rng import RandomState
 from clipscale.common.terminal import log_warning, show_task
 from clipscale.config.stages import OptimizerPolicy

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from functools import partial
 
-from clipscale.batch.chunks import ChunkSizes
+from clipscale.common.batch import ChunkSizes
 from clipscale.common.errors import UserError
 from clipscale.common.modules import is_frozen
 from clipscale.config.data import DataConfig

@@ -10,7 +10,7 @@ from clipscale.distributed.world import World
 from clipscale.eval.goals import check_goals
 from clipscale.eval.run import Evaluation
 from clipscale.eval.suites import load_chosen_sets
-from clipscale.lifecycle.intervals import Intervals
+from clipscale.run.intervals import Intervals
 from clipscale.run_folder.chosen_checkpoint import BestFinder
 from clipscale.start.resolve import ResolvedRun
 

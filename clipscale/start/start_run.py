@@ -1,4 +1,4 @@
-"""How a run starts, on one page: resolve, build, announce, open the log. `train_loop.py` has what follows."""
+"""How a run starts, on one page: resolve, build, announce, open the log. `run/train_loop.py` has what follows."""
 
 from contextlib import ExitStack
 from dataclasses import asdict
@@ -10,16 +10,16 @@ from clipscale.distributed.agreement import run_on_all_ranks
 from clipscale.distributed.world import World
 from clipscale.eval.published import PublishedBands
 from clipscale.eval.summary import print_summary
-from clipscale.lifecycle.run_lock import RunLock
 from clipscale.log.metrics import MetricLog
+from clipscale.run.run_lock import RunLock
+from clipscale.run.step_records import StepRecords
+from clipscale.run.train_loop import TrainLoop
 from clipscale.run_folder.set_aside import set_aside_for_resume
 from clipscale.start.announce import announce
 from clipscale.start.build import BuiltRun, build
 from clipscale.start.evaluation_and_saving import build_saver, intervals_of, load_evaluation
 from clipscale.start.folder_changes import open_run_log, prepare_checkpoint_to_resume, writing_records
 from clipscale.start.resolve import ResolvedRun, resolve
-from clipscale.step_records import StepRecords
-from clipscale.train_loop import TrainLoop
 
 
 def start_run(

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from clipscale.batch.text_layout import TextLayout
+from clipscale.common.batch import TextLayout
 from clipscale.common.poll import Poll
 from clipscale.data.loader.host_batch import HostBatch
 from clipscale.data.loader.to_device import TextLoader

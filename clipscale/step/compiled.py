@@ -6,7 +6,7 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 from torch import nn
 
-from clipscale.batch.chunks import ChunkSizes
+from clipscale.common.batch import ChunkSizes
 from clipscale.common.errors import one_line
 from clipscale.common.modules import nested_blocks
 from clipscale.common.rng import RandomState

@@ -5,8 +5,8 @@ from contextlib import contextmanager
 
 import torch
 
-from clipscale.batch.chunks import ChunkSizes
 from clipscale.common import ranks
+from clipscale.common.batch import ChunkSizes
 from clipscale.common.errors import UserError, one_line
 from clipscale.common.memory import free_memory
 from clipscale.distributed.world import World

@@ -9,7 +9,7 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from clipscale.batch.chunks import ChunkSizes
+from clipscale.common.batch import ChunkSizes
 from clipscale.common.errors import UserError, clear_frames
 from clipscale.common.poll import Poll
 from clipscale.common.rng import RandomState

@@ -18,10 +18,10 @@ import torch
 from torch.distributed.checkpoint import FileSystemWriter
 
 from clipscale import __version__, checkpoint
-from clipscale.batch.chunks import ChunkSizes
 from clipscale.checkpoint.format import size_and_crc32
 from clipscale.checkpoint.loading import verify
 from clipscale.cli.train_checks import check_resume
+from clipscale.common.batch import ChunkSizes
 from clipscale.common.errors import UserError
 from clipscale.common.goal import Goal
 from clipscale.common.rng import RandomState

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from clipscale.batch.text_layout import TextLayout
 from clipscale.common import files
+from clipscale.common.batch import TextLayout
 from clipscale.config.data import DataConfig
 from clipscale.data.filters import Selection, parse_selection
 from clipscale.data.order import CounterRNG

@@ -23,8 +23,8 @@ from clipscale.models.weights.adapters import merge_run_adapters
 from clipscale.run_folder.chosen_checkpoint import find_checkpoint
 from clipscale.tools.export.settings import ExportSettings
 from clipscale.tools.export.verb import main as export
+from clipscale.tools.trained_model import load_model, load_run_or_weights
 from clipscale.train import train
-from clipscale.trained_model import load_model, load_run_or_weights
 from tests.models.test_groups import RESNET, SIGLIP, bert, config
 from tests.support.checkpoints import save_model
 from tests.support.killed_runs import command, whole_and_killed

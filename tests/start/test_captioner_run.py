@@ -17,8 +17,8 @@ from clipscale.log.records import StepRecord, read_metrics
 from clipscale.models.flops import Flops, decoder_flops, image_flops, text_flops, trained_names
 from clipscale.models.towers import build_model
 from clipscale.run_folder.paths import checkpoint_path
+from clipscale.tools.trained_model import load_model
 from clipscale.train import train
-from clipscale.trained_model import load_model
 from tests.support.killed_runs import whole_and_killed
 from tests.support.runs import ARCHITECTURE, four_step_config
 

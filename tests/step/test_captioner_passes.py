@@ -15,7 +15,7 @@ from open_clip.coca_model import CoCa
 from open_clip.loss import CoCaLoss, SigLipLoss
 from torch import Tensor, nn
 
-from clipscale.batch.chunks import ChunkSizes
+from clipscale.common.batch import ChunkSizes
 from clipscale.common.errors import DataError
 from clipscale.common.modules import is_frozen
 from clipscale.config.data import DataConfig

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from clipscale.batch.chunks import ChunkSizes
+from clipscale.common.batch import ChunkSizes
 from clipscale.common.errors import UserError
 from clipscale.distributed.world import World
 from clipscale.step.chunk_sizes import (

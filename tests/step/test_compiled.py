@@ -9,7 +9,7 @@ from torch import nn
 from torch._dynamo.backends.registry import lookup_backend
 from torch.nn.parallel import DistributedDataParallel
 
-from clipscale.batch.chunks import ChunkSizes
+from clipscale.common.batch import ChunkSizes
 from clipscale.step import compiled as compiled_module
 from clipscale.step.cache.kept_graphs import measured_graph
 from clipscale.step.compiled import (

@@ -69,7 +69,7 @@ def test_a_run_evaluates_the_average_and_trains_on_with_its_weights(
     before = copy.deepcopy(model.state_dict())
     seen = {}
     monkeypatch.setattr(
-        "clipscale.train_loop.evaluate", lambda *_, **__: seen.update(copy.deepcopy(model.state_dict())) or {}
+        "clipscale.run.train_loop.evaluate", lambda *_, **__: seen.update(copy.deepcopy(model.state_dict())) or {}
     )
     run.evaluate()
     assert average and all(torch.equal(seen[name], value) for name, value in average.values.items())

@@ -12,8 +12,8 @@ from clipscale.common.errors import UserError
 from clipscale.config.model import ModelConfig, TowerConfig
 from clipscale.config.sections import CacheConfig
 from clipscale.config.train_config import TrainConfig
-from clipscale.lifecycle.stopping import SignalError
 from clipscale.models.towers import build_model
+from clipscale.run.stopping import SignalError
 from clipscale.run_folder.paths import checkpoints_of
 from clipscale.step.precision import Precision
 from clipscale.train import train

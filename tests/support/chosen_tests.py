@@ -21,7 +21,7 @@ MORE = {
         "test_exactness.py",
         "checkpoint/test_ranks.py",
         "launch",
-        "lifecycle",
+        "run",
         "test_train.py",
         "test_faults.py",
     ),

@@ -14,10 +14,10 @@ from clipscale.config.train_config import TrainConfig
 from clipscale.data.loader import stream
 from clipscale.data.loader.stream import DataConfig
 from clipscale.distributed.world import World
+from clipscale.run.train_loop import TrainLoop
 from clipscale.start.start_run import start_run
 from clipscale.tools.data.demo_folder import train_shards
 from clipscale.train import train
-from clipscale.train_loop import TrainLoop
 
 ARCHITECTURE = {
     "embed_dim": 32,

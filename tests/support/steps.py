@@ -4,8 +4,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from clipscale.batch.chunks import ChunkSizes
-from clipscale.batch.text_layout import ONE_CAPTION
+from clipscale.common.batch import ONE_CAPTION, ChunkSizes
 from clipscale.data.loader.host_batch import HostBatch, Layout
 from clipscale.data.loader.padding import Padding
 from clipscale.data.shards.features import TeacherFeatures

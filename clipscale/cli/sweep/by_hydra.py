@@ -36,7 +36,7 @@ from clipscale.common.terminal import RUN_LABEL, print_failure, print_line
 from clipscale.common.text import counted, one_of
 from clipscale.config.presets import conf_dir
 from clipscale.config.train_config import TrainConfig
-from clipscale.lifecycle.stopping import SAME_CTRL_C_S, effective_signal, handling_signals, stop_message
+from clipscale.run.stopping import SAME_CTRL_C_S, effective_signal, handling_signals, stop_message
 from clipscale.run_folder.paths import RESULT
 
 # Signals that come to the whole group of processes; the others are passed on to the children.

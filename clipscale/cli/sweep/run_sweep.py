@@ -16,7 +16,7 @@ from clipscale.common import ranks
 from clipscale.common.errors import StoppedError, UserError
 from clipscale.common.terminal import announce_task, print_failure, print_line
 from clipscale.config.config_file import to_yaml
-from clipscale.lifecycle.stopping import exit_on_signal
+from clipscale.run.stopping import exit_on_signal
 from clipscale.tools.data.demo_folder import is_missing
 
 

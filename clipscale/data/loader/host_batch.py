@@ -18,8 +18,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from clipscale.batch.text_layout import ONE_CAPTION, TextLayout
 from clipscale.common import ranks
+from clipscale.common.batch import ONE_CAPTION, TextLayout
 from clipscale.common.errors import UserError
 from clipscale.common.memory import free_memory
 from clipscale.common.units import format_bytes

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from clipscale.batch.chunks import Span, equal_spans
+from clipscale.common.batch import Span, equal_spans
 from clipscale.data.loader.to_device import ChunkLoader, PairLoader, TextLoader
 
 # The most pictures or captions of a pass on a GPU: with more, attention kernels exceed the largest grid.

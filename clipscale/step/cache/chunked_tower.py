@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from clipscale.batch.chunks import Span, equal_spans
+from clipscale.common.batch import Span, equal_spans
 from clipscale.common.modules import trains
 from clipscale.common.poll import Poll
 from clipscale.common.rng import RandomState

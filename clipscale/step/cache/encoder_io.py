@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
-from clipscale.batch.chunks import Span
+from clipscale.common.batch import Span
 
 
 @runtime_checkable

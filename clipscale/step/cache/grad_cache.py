@@ -10,7 +10,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 import torch
 from torch import Tensor
 
-from clipscale.batch.chunks import equal_spans
+from clipscale.common.batch import equal_spans
 from clipscale.common.poll import Poll, no_poll
 from clipscale.step.cache.checks import (
     Representation,

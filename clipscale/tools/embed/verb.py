@@ -40,7 +40,7 @@ from clipscale.models.towers import ClipModel
 from clipscale.tools.embed.arrays import SHARDS_FILE, FeaturesNote, ShardEntry, array_path
 from clipscale.tools.embed.feature_encoder import FeatureEncoder, Group, feature_encoder
 from clipscale.tools.embed.settings import SIDES, EmbedConfig, check_embed
-from clipscale.trained_model import load_run_or_weights
+from clipscale.tools.trained_model import load_run_or_weights
 
 log = logging.getLogger(__name__)
 

@@ -19,7 +19,7 @@ from clipscale.models.weights.model_settings import with_checkpoints_of_runs
 from clipscale.run_folder.records import settings_of_run
 from clipscale.step.precision import Precision
 from clipscale.tools.eval.settings import EvalRunConfig, check_eval, completed_by_run, model_facts
-from clipscale.trained_model import load_run_or_weights
+from clipscale.tools.trained_model import load_run_or_weights
 
 
 def main(config: EvalRunConfig) -> Results:

@@ -24,7 +24,7 @@ from clipscale.tools.embed.feature_encoder import FeatureEncoder, feature_encode
 from clipscale.tools.embed.pictures import stored_picture, thumbnail
 from clipscale.tools.embed.settings import IMAGE
 from clipscale.tools.explore.settings import ExploreConfig
-from clipscale.trained_model import load_run_or_weights
+from clipscale.tools.trained_model import load_run_or_weights
 
 SIDE = 320  # pixels of the longer side of a picture on the page
 

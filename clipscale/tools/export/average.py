@@ -10,7 +10,7 @@ from clipscale.models.towers import ClipModel, build_model
 from clipscale.models.weights.descriptions import difference
 from clipscale.models.weights.load_weights import AVERAGE, Weights, fit_positions, without_weights
 from clipscale.models.weights.sources import SET, find_source
-from clipscale.trained_model import load_checkpoint
+from clipscale.tools.trained_model import load_checkpoint
 
 
 def average(

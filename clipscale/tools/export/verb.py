@@ -24,7 +24,7 @@ from clipscale.run_folder.records import settings_of_run
 from clipscale.tools.export import hugging_face, open_clip
 from clipscale.tools.export.average import average
 from clipscale.tools.export.settings import ExportSettings
-from clipscale.trained_model import load_model
+from clipscale.tools.trained_model import load_model
 
 # Settings of the run in the card, as far as they are set.
 CARD_SETTINGS = (

@@ -6,7 +6,7 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
-from clipscale.batch.chunks import ChunkSizes
+from clipscale.common.batch import ChunkSizes
 from clipscale.common.errors import UserError
 from clipscale.config.train_config import TrainConfig
 from clipscale.data.shards.features import TeacherFeatures

@@ -20,7 +20,7 @@ from clipscale.models.weights.load_weights import completed_by_weights
 from clipscale.tools.export.open_clip import weights
 from clipscale.tools.export.settings import ExportSettings
 from clipscale.tools.export.verb import main
-from clipscale.trained_model import load_model
+from clipscale.tools.trained_model import load_model
 from tests.support.checkpoints import save_model
 from tests.support.towers import PIXELS, TOKENS, architecture, captioned, captioner_architecture
 

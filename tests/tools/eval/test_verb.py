@@ -26,8 +26,8 @@ from clipscale.models.weights.load_weights import completed_by_weights
 from clipscale.run_folder.paths import checkpoint_path, checkpoints_of
 from clipscale.tools.eval.settings import EvalRunConfig, check_eval, completed_by_run
 from clipscale.tools.eval.verb import main
+from clipscale.tools.trained_model import load_run_or_weights
 from clipscale.train import train
-from clipscale.trained_model import load_run_or_weights
 from tests.conftest import Capture
 from tests.eval.sets import classification_set, evaluation, pair_set, retrieval_set
 from tests.support.checkpoints import ONE_RANK, save_model

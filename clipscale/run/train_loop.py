@@ -18,17 +18,17 @@ from clipscale.config.stages import Stage
 from clipscale.data.loader.stream import TrainStream
 from clipscale.distributed.world import World
 from clipscale.eval.run import Evaluation, ResultsFile, evaluate
-from clipscale.lifecycle.early_end import closing_all, saving_on_early_end, stop_if_folder_removed
-from clipscale.lifecycle.intervals import Intervals
-from clipscale.lifecycle.run_lock import RunLock
-from clipscale.lifecycle.signal_poller import SignalPoller
-from clipscale.lifecycle.stopping import COPY_WITHIN_S
 from clipscale.log.records import StepRecord
+from clipscale.run.early_end import closing_all, saving_on_early_end, stop_if_folder_removed
+from clipscale.run.intervals import Intervals
+from clipscale.run.run_lock import RunLock
+from clipscale.run.signal_poller import SignalPoller
+from clipscale.run.step_records import StepRecords
+from clipscale.run.stopping import COPY_WITHIN_S
 from clipscale.step.checkpoint_state import gather_checkpoint_state
 from clipscale.step.compiled import eager_for_new_shapes
 from clipscale.step.optim import Schedule
 from clipscale.step.train_step import StepResult, TrainStep
-from clipscale.step_records import StepRecords
 
 
 @dataclass

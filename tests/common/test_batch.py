@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from clipscale.batch.text_layout import TextLayout
+from clipscale.common.batch import TextLayout
 
 
 @given(st.integers(1, 5), st.integers(0, 4), st.integers(1, 7))

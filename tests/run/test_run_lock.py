@@ -13,8 +13,8 @@ import pytest
 from clipscale.cli import train_verb
 from clipscale.config.data import DataConfig
 from clipscale.config.train_config import TrainConfig
-from clipscale.lifecycle import run_lock
-from clipscale.lifecycle.run_lock import RunLock, wait_until_free
+from clipscale.run import run_lock
+from clipscale.run.run_lock import RunLock, wait_until_free
 from clipscale.train import train
 from tests.support.forked_processes import forks
 from tests.support.user_errors import refused

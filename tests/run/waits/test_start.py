@@ -27,7 +27,7 @@ from clipscale.run_folder.paths import checkpoint_path
 from tests.data.files import write_shards
 from tests.data.shards.web import Web, serving
 from tests.eval.sets import ColourModel, classification_set, evaluation
-from tests.lifecycle.waits.signals import HEARD_S, SilentPictures
+from tests.run.waits.signals import HEARD_S, SilentPictures
 from tests.support.checkpoints import ONE_RANK, save
 from tests.support.forked_processes import forks
 

@@ -11,8 +11,8 @@ from clipscale.common.errors import StoppedError, UserError, one_line
 from clipscale.common.terminal import is_main_rank, log_warning
 from clipscale.distributed.agreement import AgreedError, raise_on_all_ranks, run_on_rank0, unwrap_agreed
 from clipscale.distributed.world import World
-from clipscale.lifecycle.run_lock import FolderInUseError, RunLock
-from clipscale.lifecycle.stopping import SignalError, stop_message
+from clipscale.run.run_lock import FolderInUseError, RunLock
+from clipscale.run.stopping import SignalError, stop_message
 
 # What an evaluation between two steps raises if it runs out of memory. A step raises a UserError instead.
 OUT_OF_MEMORY = (MemoryError, torch.OutOfMemoryError)

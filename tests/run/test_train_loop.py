@@ -11,14 +11,14 @@ from typing import Any
 import pytest
 import torch
 
-from clipscale import train_loop
 from clipscale.checkpoint import CheckpointDescription
 from clipscale.common.errors import StoppedError, UserError
 from clipscale.config.stages import OptimizerPolicy, Stage
 from clipscale.eval.run import Evaluation
-from clipscale.lifecycle.intervals import Intervals
+from clipscale.run import train_loop
+from clipscale.run.intervals import Intervals
+from clipscale.run.train_loop import TrainLoop
 from clipscale.step.optim import Schedule
-from clipscale.train_loop import TrainLoop
 from tests.support.checkpoints import ONE_RANK
 from tests.support.user_errors import refused
 

@@ -18,11 +18,11 @@ from clipscale.cli.complete_run import result_if_complete
 from clipscale.common.errors import StoppedError
 from clipscale.config.sections import CheckpointConfig, LaunchConfig
 from clipscale.launch import local
-from clipscale.lifecycle.stopping import SignalError
 from clipscale.log.sinks import Sinks
+from clipscale.run.stopping import SignalError
+from clipscale.run.train_loop import TrainLoop
 from clipscale.step.train_step import StepResult
-from clipscale.train_loop import TrainLoop
-from tests.lifecycle.waits.signals import HEARD_S
+from tests.run.waits.signals import HEARD_S
 from tests.support.checkpoints import steps
 from tests.support.runs import curve, four_step_config
 

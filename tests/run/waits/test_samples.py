@@ -24,7 +24,7 @@ from clipscale.train import train
 from tests.data.files import write_shards
 from tests.data.shards.web import Web, serving
 from tests.eval.sets import classification_set
-from tests.lifecycle.waits.signals import SilentPictures, signalled
+from tests.run.waits.signals import SilentPictures, signalled
 from tests.support.checkpoints import steps
 from tests.support.ranks import run_ranks
 from tests.support.runs import curve, four_step_config, train_on_rank

@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from clipscale.log.records import StepRecord, read_metrics
+from clipscale.run.step_records import StepRecords
 from clipscale.step.measurements import StepTimer
 from clipscale.step.step_loss import StepScalars
 from clipscale.step.train_step import StepResult
-from clipscale.step_records import StepRecords
 from tests.log.test_metrics import open_log
 
 

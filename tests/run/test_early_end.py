@@ -13,14 +13,14 @@ from clipscale.checkpoint.saving import UnwritableError
 from clipscale.common.errors import LoaderError, StoppedError, UserError
 from clipscale.distributed.agreement import AgreedError, raise_on_all_ranks
 from clipscale.distributed.world import World
-from clipscale.lifecycle.early_end import (
+from clipscale.run.early_end import (
     can_save_after,
     closing_all,
     saving_on_early_end,
     stop_if_folder_removed,
 )
-from clipscale.lifecycle.run_lock import FolderInUseError
-from clipscale.lifecycle.stopping import SignalError
+from clipscale.run.run_lock import FolderInUseError
+from clipscale.run.stopping import SignalError
 from tests.support.user_errors import refused
 
 

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from unittest import mock
 
 from clipscale.eval.sets.item import ImageRef
-from clipscale.train_loop import TrainLoop
+from clipscale.run.train_loop import TrainLoop
 
 # Within which a signal is heard under any load; docs/runs.md has times that were measured, of about a second at most.
 # What does not hear it takes 60 s.

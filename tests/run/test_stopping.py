@@ -19,9 +19,9 @@ from clipscale.config.model import ModelConfig
 from clipscale.config.sections import CacheConfig, CheckpointConfig, EvalConfig, LaunchConfig
 from clipscale.config.train_config import TrainConfig
 from clipscale.distributed.world import AsyncReduction, World
-from clipscale.lifecycle import signal_poller
-from clipscale.lifecycle.signal_poller import SignalPoller
-from clipscale.lifecycle.stopping import SignalError, exit_on_signal
+from clipscale.run import signal_poller
+from clipscale.run.signal_poller import SignalPoller
+from clipscale.run.stopping import SignalError, exit_on_signal
 from clipscale.train import train
 from tests.conftest import Capture
 from tests.support.checkpoints import ONE_RANK, steps

@@ -8,7 +8,7 @@ from contextlib import ExitStack, suppress
 from typing import NamedTuple
 
 from clipscale.distributed.world import AsyncReduction, World
-from clipscale.lifecycle.stopping import SAME_CTRL_C_S, SignalError, effective_signal, handling_signals
+from clipscale.run.stopping import SAME_CTRL_C_S, SignalError, effective_signal, handling_signals
 
 # Seconds between two votes of the ranks. A message takes 25 to 50 ms over 512 ranks.
 VOTE_S = 0.25

@@ -1,1 +1,0 @@
-"""What surrounds a run: the lock of its folder, the signals that end it, and its early end."""
