@@ -101,7 +101,7 @@ def run(argv: list[str]) -> int:
             resolve_name(verb.check_work)(settings)
     if line.cfg or line.check:
         return 0
-    with exit_on_signal() if verb.ends_at_signal else nullcontext():
+    with nullcontext() if verb.handles_signals else exit_on_signal():
         status = load_main(name)(*arguments)
     return status if isinstance(status, int) else 0
 

@@ -45,8 +45,8 @@ class Verb:
     fetches_weights: bool = False
     # Whether it imports torch before it prints anything. The line "loading torch" is then printed first.
     imports_torch: bool = False
-    # Whether a signal ends its work, with a line. If not, signals are left to `main`, as by a verb that starts workers.
-    ends_at_signal: bool = False
+    # Whether signals are left to `main`, as by a verb that starts workers. If not, a signal ends its work, with a line.
+    handles_signals: bool = False
     # Whether it only prints. All other verbs go on after a closed output (`| head`), because they write files.
     only_prints: bool = False
 
@@ -84,6 +84,7 @@ CLIPSCALE_MAX_SAMPLES=1k: no run trains on more samples than this; to try a comm
 --config-dir DIR adds your own presets, such as DIR/experiment/mine.yaml. Several machines: the scripts in launch/.""",
         conf="train",
         fetches_weights=True,
+        handles_signals=True,
     ),
     "eval": Verb(
         EvalRunConfig,
@@ -98,6 +99,7 @@ clipscale eval model.weights=/models/clip-vit-base-patch32 eval.sets=/data/image
         conf="eval",
         fetches_weights=True,
         imports_torch=True,
+        handles_signals=True,
     ),
     "embed": Verb(
         embed.EmbedConfig,
@@ -111,6 +113,7 @@ clipscale embed model=vit-b32 model.weights=laion2b_s34b_b79k data=/data/mine ou
         conf="embed",
         fetches_weights=True,
         imports_torch=True,
+        handles_signals=True,
     ),
     "explore": Verb(
         explore.ExploreConfig,
@@ -123,6 +126,7 @@ clipscale embed model=vit-b32 model.weights=laion2b_s34b_b79k data=/data/mine ou
         conf="explore",
         fetches_weights=True,
         imports_torch=True,
+        handles_signals=True,
     ),
     "plan": Verb(
         plan.PlanConfig,
@@ -135,10 +139,9 @@ clipscale plan experiment=infcl-vit-l14 batch=1M hardware=h100-80g gpus=8 nodes=
         check=lambda settings: plan.target_gpu(plan.on_machine(settings)),
         conf="train",
         imports_torch=True,
-        ends_at_signal=True,
         only_prints=True,
     ),
-    "data demo": Verb(data.DemoSettings, "clipscale.tools.data.demo:main", "clipscale data demo", ends_at_signal=True),
+    "data demo": Verb(data.DemoSettings, "clipscale.tools.data.demo:main", "clipscale data demo"),
     "data pack": Verb(
         data.PackSettings,
         "clipscale.tools.data.pack.verb:main",
@@ -148,21 +151,18 @@ clipscale data pack /data/pictures out=/data/small resize=512
 clipscale data pack shop.csv 'columns=[photo,title]' root=/data/photos out=/data/shop""",
         common_keys="holdout.share holdout.by",
         plain_words="SOURCE",
-        ends_at_signal=True,
     ),
     "data index": Verb(
         data.IndexSettings,
         "clipscale.tools.data.make_index:main",
         "clipscale data index '/data/laion/{00000..41455}.tar'\nclipscale data index @shards.txt",
         plain_words="SHARD...",
-        ends_at_signal=True,
     ),
     "data check": Verb(
         data.CheckSettings,
         "clipscale.tools.data.check:main",
         "clipscale data check '/data/laion/{00000..00099}.tar' data.captions=json:caption",
         plain_words="SHARD...",
-        ends_at_signal=True,
         only_prints=True,
     ),
     "data select": Verb(
@@ -172,7 +172,6 @@ clipscale data pack shop.csv 'columns=[photo,title]' root=/data/photos out=/data
         check=data.check_select,
         plain_words="FOLDER",
         imports_torch=True,
-        ends_at_signal=True,
     ),
     "report": Verb(
         ReportSettings,
@@ -181,7 +180,6 @@ clipscale data pack shop.csv 'columns=[photo,title]' root=/data/photos out=/data
 clipscale report demo
 clipscale report b32 b16 out=both.html""",
         plain_words="RUN...",
-        ends_at_signal=True,
     ),
     "export": Verb(
         ExportSettings,
@@ -193,7 +191,6 @@ clipscale export run=b32 format=hf
 clipscale export run=tuned average=runs/start 'shares=[0.5,0.5]'""",
         check=check_export,
         imports_torch=True,
-        ends_at_signal=True,
     ),
     "doctor": Verb(
         DoctorSettings, "clipscale.tools.doctor:main", "clipscale doctor", imports_torch=True, only_prints=True
