@@ -14,10 +14,8 @@ from fsspec.core import url_to_fs
 from fsspec.implementations.dirfs import DirFileSystem
 from fsspec.implementations.local import LocalFileSystem
 
-from clipscale.common.copy_address import check_copy_address
-from clipscale.common.credentials import check_credentials
 from clipscale.common.errors import UserError
-from clipscale.common.remote import ANSWER_S, MIN_BYTES_PER_S, within_time
+from clipscale.common.remote import ANSWER_S, MIN_BYTES_PER_S, check_copy_address, check_credentials, within_time
 from clipscale.run_folder.disk import COPYING
 from clipscale.run_folder.paths import META, step_of
 from clipscale.run_folder.records import RUN_RECORDS

@@ -8,9 +8,9 @@ from fsspec.implementations.dirfs import DirFileSystem
 
 from clipscale.checkpoint.copy_store import LOCAL, complete_checkpoints, copy_records, open_store
 from clipscale.checkpoint.loading import verify
-from clipscale.common.credentials import NO_CREDENTIALS, no_credentials
 from clipscale.common.errors import UserError, one_line, to_user_error
 from clipscale.common.goal import Goal
+from clipscale.common.remote import NO_CREDENTIALS, no_credentials
 from clipscale.common.terminal import log_line, log_warning
 from clipscale.run_folder.chosen_checkpoint import BestFinder
 from clipscale.run_folder.disk import TEMPORARY, discard

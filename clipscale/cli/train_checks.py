@@ -14,7 +14,6 @@ from clipscale.config.run_model import AnyModel
 from clipscale.config.stages import stage_configs_of
 from clipscale.config.train_config import TrainConfig, samples_of
 from clipscale.eval.set_paths import check_set_paths
-from clipscale.launch.launcher_variables import check_launcher_variables
 from clipscale.log.sinks import wandb_module
 from clipscale.run_folder.paths import check_is_run_folder, path_or_run, run_folder, run_to_resume
 from clipscale.tools.data.demo_folder import evaluation_sets, is_missing, user_folder
@@ -64,7 +63,7 @@ def check_without_torch(config: TrainConfig) -> None:
 
 def check_settings(config: TrainConfig) -> None:
     """Check what settings need of each other, of the environment, and of wandb. Raises UserError, prints warnings."""
-    check_launcher_variables()
+    ranks.check_variables()
     if ranks.under_launcher() and not config.run:
         raise UserError("run is not set; under torchrun all ranks need the same name, run=NAME")
     check_across_sections(config)

@@ -10,6 +10,11 @@ from typing import Protocol, TypeVar
 from clipscale.common.errors import UserError
 
 T = TypeVar("T")
+# Variables that have to be numbers, besides RANK, WORLD_SIZE and MASTER_PORT.
+NUMBERS = (
+    "LOCAL_RANK", "LOCAL_WORLD_SIZE", "TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "TORCHELASTIC_RESTART_COUNT",
+    "SLURM_RESTART_COUNT",
+)  # fmt: skip
 
 
 class OnRank0(Protocol):
@@ -58,3 +63,18 @@ def local_world_size(unknown: int = 1) -> int:
 def is_restarted() -> bool:
     """Whether torchrun or Slurm says that it has started this process again."""
     return any(env_int(f"{launcher}_RESTART_COUNT", 0) for launcher in ("TORCHELASTIC", "SLURM"))
+
+
+def check_variables() -> None:
+    """Raise UserError if variables of a launcher are not numbers, or contradict each other."""
+    for name in NUMBERS:
+        env_int(name, 0)
+    problem = ""
+    if not under_launcher():
+        problem = "comes without WORLD_SIZE" if "RANK" in os.environ else ""
+    elif rank() >= size():
+        problem = f"is not a rank of WORLD_SIZE={size()}"
+    elif size() > 1 and not (os.environ.get("MASTER_ADDR") and 0 < env_int("MASTER_PORT", 0) < 2**16):
+        problem = "needs MASTER_ADDR, and a port as MASTER_PORT"
+    if problem:
+        raise UserError(f"RANK={os.environ['RANK']} of the environment {problem}; start with torchrun, or unset RANK")

@@ -3,8 +3,8 @@
 import math
 import re
 
-from clipscale.common.copy_address import check_copy_address
 from clipscale.common.errors import UserError
+from clipscale.common.remote import check_copy_address
 from clipscale.config.expected_bands import parse_bands
 from clipscale.config.sections import CaptionConfig
 from clipscale.config.stages import stage_configs_of, total_samples

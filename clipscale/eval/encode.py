@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from clipscale.common.errors import UserError
-from clipscale.common.poll import Poll, no_poll
+from clipscale.common.signals import Poll, no_poll
 from clipscale.data.eval_transform import prefetched
 from clipscale.data.sample import BrokenSampleError
 from clipscale.distributed.agreement import run_on_all_ranks

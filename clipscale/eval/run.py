@@ -16,8 +16,8 @@ import torch
 from clipscale import __version__
 from clipscale.common import files
 from clipscale.common.cpu import cores_of_rank
-from clipscale.common.poll import Poll, no_poll
 from clipscale.common.record import EvalRecord, Metrics, Results
+from clipscale.common.signals import Poll, no_poll
 from clipscale.common.terminal import log_warning
 from clipscale.distributed.world import World
 from clipscale.eval.encode import EvalEncoder

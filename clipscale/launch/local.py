@@ -28,7 +28,6 @@ from clipscale.config.sections import LaunchConfig
 from clipscale.config.train_config import TrainConfig
 from clipscale.data.loader.fork_server import warm_up
 from clipscale.launch.failures import cause_of_end, first_failure, write_failure
-from clipscale.launch.launcher_variables import check_launcher_variables
 from clipscale.run.stopping import (
     SHUTDOWN_S,
     effective_signal,
@@ -81,7 +80,7 @@ def launch(
     Returns its result on rank 0. Raises UserError if a worker does, WorkerError for other failures, StoppedError for a
     signal. No worker outlives this call.
     """
-    check_launcher_variables()
+    ranks.check_variables()
     with exit_on_signal(NOTHING_TO_SAVE if main == TRAIN_FUNCTION else ""):
         if ranks.under_launcher():
             return run_under_torchrun(config, main)

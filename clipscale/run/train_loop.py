@@ -11,8 +11,8 @@ from itertools import count
 from pathlib import Path
 
 from clipscale.checkpoint import CheckpointDescription, Saver
-from clipscale.common.poll import Poll
 from clipscale.common.record import Results, RunResult
+from clipscale.common.signals import Poll
 from clipscale.common.terminal import show_task
 from clipscale.config.stages import Stage
 from clipscale.data.loader.stream import TrainStream

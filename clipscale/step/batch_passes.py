@@ -11,7 +11,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from clipscale.common.batch import TextLayout
-from clipscale.common.poll import Poll
+from clipscale.common.signals import Poll
 from clipscale.data.loader.host_batch import HostBatch
 from clipscale.data.loader.to_device import TextLoader
 from clipscale.step.agreed_inputs import AgreedInputs, StepAgreement

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from clipscale.common.poll import Poll
+from clipscale.common.signals import Poll
 from clipscale.data.loader.host_batch import HostBatch
 from clipscale.data.loader.to_device import Images
 from clipscale.models.captioner import count_caption_labels

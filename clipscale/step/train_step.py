@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from clipscale.common.batch import ChunkSizes
 from clipscale.common.errors import UserError, clear_frames
-from clipscale.common.poll import Poll
 from clipscale.common.rng import RandomState
+from clipscale.common.signals import Poll
 from clipscale.data.loader.host_batch import HostBatch
 from clipscale.distributed.agreement import raise_on_all_ranks, run_on_all_ranks
 from clipscale.distributed.fsdp import reshard

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from clipscale.common.poll import Poll
+from clipscale.common.signals import Poll
 from clipscale.data.loader.host_batch import Arena
 from clipscale.data.loader.position import StreamPosition
 from clipscale.data.loader.shard_stream import SetStatus, ShardStream, WorkerSpec, open_shard_stream

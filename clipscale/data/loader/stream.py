@@ -16,8 +16,8 @@ from torch import Tensor
 
 from clipscale.common.cpu import cores_of_rank
 from clipscale.common.errors import LoaderError, UserError
-from clipscale.common.poll import Poll, no_poll
 from clipscale.common.ranks import OnRank0, in_this_process
+from clipscale.common.signals import Poll, no_poll
 from clipscale.common.terminal import print_failure
 from clipscale.config.data import DataConfig
 from clipscale.data.filters import parse_selection

@@ -19,7 +19,7 @@ import torch
 
 from clipscale.common.errors import LoaderError, UserError
 from clipscale.common.output import prepare_output
-from clipscale.common.poll import Poll, no_poll
+from clipscale.common.signals import Poll, no_poll
 from clipscale.data.hashing import utf8
 from clipscale.data.loader.batch_filler import BatchFiller, Report, open_filler
 from clipscale.data.loader.fork_server import warm_up

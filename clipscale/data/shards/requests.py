@@ -13,8 +13,8 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 from urllib.parse import quote, unquote
 
-from clipscale.common.credentials import NO_CREDENTIALS, check_credentials, no_credentials
 from clipscale.common.errors import UserError
+from clipscale.common.remote import NO_CREDENTIALS, check_credentials, no_credentials
 from clipscale.data.addresses import bucket_of, scheme_of
 from clipscale.data.shards.shard_errors import SourceError
 

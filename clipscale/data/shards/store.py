@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import cast
 
 from clipscale.common.errors import LoaderError, UserError
-from clipscale.common.poll import Poll, no_poll
 from clipscale.common.remote import ANNOUNCE_S
+from clipscale.common.signals import Poll, no_poll
 from clipscale.common.terminal import is_main_rank, log_line
 from clipscale.data.addresses import is_local
 from clipscale.data.shards.requests import NO_ANSWER, ObjectState, Request, TransientError, start_request

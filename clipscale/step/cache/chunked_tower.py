@@ -12,8 +12,8 @@ from torch import Tensor
 
 from clipscale.common.batch import Span, equal_spans
 from clipscale.common.modules import trains
-from clipscale.common.poll import Poll
 from clipscale.common.rng import RandomState
+from clipscale.common.signals import Poll
 from clipscale.step.cache.batch_norm import batch_norm_preserved
 from clipscale.step.cache.cast_weights import CastWeights
 from clipscale.step.cache.checks import (

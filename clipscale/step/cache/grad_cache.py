@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from clipscale.common.batch import equal_spans
-from clipscale.common.poll import Poll, no_poll
+from clipscale.common.signals import Poll, no_poll
 from clipscale.step.cache.checks import (
     Representation,
     check_loss,
