@@ -11,7 +11,6 @@ from typing import cast
 
 from clipscale import __version__
 from clipscale.cli import completion, help
-from clipscale.cli.torch_environment import prepare_torch
 from clipscale.cli.train_checks import check_weights
 from clipscale.cli.verbs import VERBS, split_verb
 from clipscale.common.errors import StoppedError, UserError
@@ -114,3 +113,16 @@ def load_main(name: str) -> Callable[..., object]:
         else:
             show_task(f"loading clipscale {name}")
         return cast(Callable[..., object], resolve_name(VERBS[name].main))
+
+
+def prepare_torch() -> None:
+    """Set variables that torch reads when it is loaded, unless they are set. All processes of a run inherit them.
+
+    OpenMP's idle threads sleep: threads that spin keep the cores that data workers and other ranks need. The segments
+    of a GPU's allocator grow: chunks of many widths leave gaps in segments of fixed sizes.
+    """
+    if not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & os.environ.keys():
+        os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
+    if not any(name.startswith(("OMP_", "GOMP_", "KMP_")) for name in os.environ):
+        os.environ["OMP_WAIT_POLICY"] = "passive"
+        os.environ["GOMP_SPINCOUNT"] = "0"

@@ -25,7 +25,6 @@ from clipscale.cli.compose import HYDRA_VERSION, compose_settings, is_in_diction
 from clipscale.cli.sweep.job_folder import JobFolder
 from clipscale.cli.sweep.jobs import FAILURES, Job, Sweep, folder_name
 from clipscale.cli.sweep.plugins import Plugins, key_of
-from clipscale.cli.torch_environment import prepare_torch
 from clipscale.cli.words import quote
 from clipscale.common import files
 from clipscale.common.errors import StoppedError, UserError, one_line, to_user_error
@@ -136,7 +135,6 @@ class Task:
         if not in_parent:
             multiprocessing.set_start_method(None, force=True)  # joblib's own method is unknown in a run's processes
             prepare_output()
-            prepare_torch()
             ignore_output_errors()
         hydra_job = HydraConfig.get()
         words = [word.lstrip("+") for word in hydra_job.overrides.task]
