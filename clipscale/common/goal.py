@@ -1,6 +1,6 @@
 """A metric on an evaluation set, `SET/METRIC`, by which checkpoints or runs are compared."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple, Self
 
 from clipscale.common.errors import UserError
@@ -55,5 +55,17 @@ class Goal(NamedTuple):
         return [label for label in labels if SetLabel.parse(label).matches(short)]
 
     def shortest_match(self, labels: Iterable[str]) -> str | None:
-        """The possible set with the shortest label; None if there is none. `check_goals` refuses ambiguous goals."""
+        """The possible set with the shortest label; None if there is none. `check_evaluated` refuses several."""
         return min(self.possible_sets(labels), key=len, default=None)
+
+    def check_evaluated(self, key: str, labels: Sequence[str], sized: Sequence[str] = ()) -> None:
+        """Raise UserError if the goal means none or several of the evaluated `labels`. `key`: the setting's.
+
+        `sized`: the names of results by the first numbers of the features. They count only if no set itself has such a
+        name.
+        """
+        found = self.possible_sets(labels) or self.possible_sets(sized)
+        if len(found) != 1:
+            what = "several such sets are" if found else "no such set is"
+            names = ", ".join(found or [*labels, *sized])
+            raise UserError(f"{key}={self}: {what} evaluated; give SET/METRIC of {names}")

@@ -7,8 +7,7 @@ from clipscale.config.stages import stage_configs_of
 from clipscale.config.train_config import TrainConfig
 from clipscale.distributed.agreement import run_on_all_ranks
 from clipscale.distributed.world import World
-from clipscale.eval.goals import check_goals
-from clipscale.eval.run import Evaluation
+from clipscale.eval.run import Evaluation, sized_sets
 from clipscale.eval.suites import load_chosen_sets
 from clipscale.run.intervals import Intervals
 from clipscale.run_folder.chosen_checkpoint import BestFinder
@@ -24,8 +23,11 @@ def load_evaluation(config: TrainConfig, world: World) -> Evaluation:
     if config.eval.has_sets:
         show_task("reading the evaluation sets")
     sets = run_on_all_ranks(world, lambda: load_chosen_sets(config.eval))
-    goals = {"checkpoint.best": config.checkpoint.best, "sweep.metric": config.sweep.metric}
-    check_goals(goals, sets, config.loss.sizes)
+    labels = [each.label for each in sets]
+    sized = [each.label for one in sets for each in sized_sets(one, config.loss.sizes)[1:]]
+    for key, goal in (("checkpoint.best", config.checkpoint.best), ("sweep.metric", config.sweep.metric)):
+        if goal:
+            Goal.parse(key, goal).check_evaluated(key, labels, sized)
     return Evaluation(
         sets=sets,
         batch_size=config.eval.batch,
