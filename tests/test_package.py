@@ -127,12 +127,10 @@ READS_SETTINGS = {
     "clipscale.config.checks": ["cli/*", "config/*", "launch/local.py", "start/*", "tools/*"],
     "clipscale.config.config_file": ["cli/*", "config/*", "start/*", "tools/*"],
     "clipscale.config.stages": [  # below `start/`, its classes `Stage` and `OptimizerPolicy`, which are no settings
-        "cli/*",
         "config/*",
         "run/train_loop.py",
         "start/*",
         "step/checkpoint_state.py",
-        "tools/*",
     ],
     "clipscale.config.sections": [
         "config/*",

@@ -11,7 +11,6 @@ from clipscale.config.advice import setting_warnings
 from clipscale.config.checks import check_across_sections
 from clipscale.config.parse import ALIASES
 from clipscale.config.run_model import AnyModel
-from clipscale.config.stages import stage_configs_of
 from clipscale.config.train_config import TrainConfig, samples_of
 from clipscale.eval.set_paths import check_set_paths
 from clipscale.log.sinks import wandb_module
@@ -57,7 +56,7 @@ def check_without_torch(config: TrainConfig) -> None:
             log_warning(f"data.train: {reason}", error=True)
         elif lost := lost_pairs(shards[0], captions):
             log_warning(f"data.train: {lost}", error=True)
-        for stage_config in stage_configs_of(config):
+        for stage_config in config.stage_configs:
             samples_of(stage_config, epoch_samples)
 
 

@@ -7,7 +7,6 @@ from clipscale.common.errors import UserError
 from clipscale.common.remote import check_copy_address
 from clipscale.config.expected_bands import parse_bands
 from clipscale.config.sections import CaptionConfig
-from clipscale.config.stages import stage_configs_of, total_samples
 from clipscale.config.train_config import TrainConfig, samples_of
 from clipscale.loss.objective import OBJECTIVES
 
@@ -37,9 +36,9 @@ def check_across_sections(config: TrainConfig) -> None:
     width = config.model.description.get("embed_dim", math.inf)
     if any(size >= width for size in config.loss.sizes):
         raise UserError(f"loss.sizes={config.loss.sizes}: the features of this model have {width} numbers; give fewer")
-    total_samples(config)
+    _ = config.total_samples
     procs = config.launch.procs
-    for stage_config in stage_configs_of(config):
+    for stage_config in config.stage_configs:
         check_divisible(stage_config.batch, procs or 1, f"launch.procs={procs} processes")
         check_sigmoid(stage_config)
         stage_config.schedule.check()

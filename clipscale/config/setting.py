@@ -3,10 +3,10 @@
 import re
 from collections.abc import Iterator, Mapping
 from copy import copy
-from dataclasses import Field, dataclass, field, fields, is_dataclass
+from dataclasses import Field, dataclass, field, fields, is_dataclass, replace
 from enum import Enum
 from types import NoneType, UnionType
-from typing import Any, ClassVar, Final, Protocol, get_args, get_origin
+from typing import Any, ClassVar, Final, Protocol, TypeVar, get_args, get_origin
 
 from clipscale.common.text import one_of
 
@@ -24,6 +24,9 @@ class Section(Protocol):
     """Any dataclass of settings."""
 
     __dataclass_fields__: ClassVar[dict[str, Field[Any]]]
+
+
+SectionT = TypeVar("SectionT", bound=Section)
 
 
 def setting(
@@ -129,6 +132,14 @@ def differences(old: Mapping[str, object], new: Mapping[str, object]) -> dict[st
     before = dict(flatten(old))
     after = dict(flatten(new))
     return {key: (before.get(key), after.get(key)) for key in before | after if before.get(key) != after.get(key)}
+
+
+def with_setting(config: SectionT, name: str, value: object) -> SectionT:
+    """The settings with this value for the setting `name`."""
+    head, _, rest = name.partition(".")
+    if rest:
+        value = with_setting(getattr(config, head), rest, value)
+    return replace(config, **{head: value})
 
 
 def sections_of(settings_type: type) -> dict[str, type]:

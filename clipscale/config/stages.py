@@ -1,11 +1,9 @@
 """The stages of a run: parts of it with settings of their own (CLIPA, arXiv 2305.07017)."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any, Protocol, TypeVar
+from typing import Any
 
-from clipscale.common.errors import UserError
 from clipscale.config import sections
 from clipscale.config.model import ModelConfig
 from clipscale.config.setting import UNSET, Section, Unset, setting
@@ -84,54 +82,3 @@ class Stage:
     def samples_after(self, step: int) -> int:
         """Samples that the run has trained on when it has completed `step` steps."""
         return self.samples_before + (step - self.steps_before) * self.global_batch
-
-
-class Staged(Section, Protocol):
-    """The settings of a run that may have stages."""
-
-    @property
-    def samples(self) -> int | None: ...
-    @property
-    def epochs(self) -> float | None: ...
-    @property
-    def stages(self) -> Sequence[StageConfig]: ...
-
-
-StagedT = TypeVar("StagedT", bound=Staged)
-SectionT = TypeVar("SectionT", bound=Section)
-
-
-def stage_configs_of(config: StagedT) -> list[StagedT]:
-    """The configuration of each stage of a run. A run without stages has one, with its own configuration."""
-    stage_configs = []
-    for stage in config.stages:
-        stage_config = config
-        for key, name in STAGE_SETTINGS.items():
-            value = getattr(stage, key)
-            if value is not UNSET:
-                stage_config = with_setting(stage_config, name, value)
-        stage_configs.append(stage_config)
-    return stage_configs or [config]
-
-
-def with_setting(config: SectionT, name: str, value: object) -> SectionT:
-    """The settings with this value for the setting `name`."""
-    head, _, rest = name.partition(".")
-    if rest:
-        value = with_setting(getattr(config, head), rest, value)
-    return replace(config, **{head: value})
-
-
-def total_samples(config: Staged) -> int | None:
-    """The samples of all stages of a run; without stages, `samples`. Raises UserError if the lengths contradict each
-    other."""
-    lengths = [stage.length for stage in config.stages]
-    if not lengths:
-        return config.samples
-    own_lengths = [length for length in lengths if length is not None]
-    if own_lengths != lengths or config.epochs is not None or config.samples not in (None, sum(own_lengths)):
-        raise UserError(
-            f"stages: their samples are {lengths}, and the run has samples={config.samples} epochs={config.epochs}; "
-            "give every stage its own, and leave out the run's"
-        )
-    return sum(own_lengths)

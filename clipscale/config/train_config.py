@@ -4,14 +4,15 @@ import os
 import re
 from dataclasses import dataclass, replace
 from datetime import datetime
+from typing import Self
 
 from clipscale.common.errors import UserError
 from clipscale.common.units import format_count, parse_count
 from clipscale.config import sections
 from clipscale.config.data import DataConfig
 from clipscale.config.model import ModelConfig
-from clipscale.config.setting import section, setting
-from clipscale.config.stages import StageConfig, stage_configs_of, total_samples
+from clipscale.config.setting import UNSET, section, setting, with_setting
+from clipscale.config.stages import STAGE_SETTINGS, StageConfig
 from clipscale.loss.objective import OBJECTIVES
 
 # Epochs of a run without a length in its settings.
@@ -80,7 +81,35 @@ class TrainConfig:
     @property
     def has_logit_bias(self) -> bool:
         """Whether a stage of the run has a loss with a logit bias."""
-        return any(OBJECTIVES[each.loss.objective].needs_bias for each in stage_configs_of(self))
+        return any(OBJECTIVES[each.loss.objective].needs_bias for each in self.stage_configs)
+
+    @property
+    def stage_configs(self) -> list[Self]:
+        """The configuration of each stage of the run. A run without stages has one, with its own configuration."""
+        stage_configs = []
+        for stage in self.stages:
+            stage_config = self
+            for key, name in STAGE_SETTINGS.items():
+                value = getattr(stage, key)
+                if value is not UNSET:
+                    stage_config = with_setting(stage_config, name, value)
+            stage_configs.append(stage_config)
+        return stage_configs or [self]
+
+    @property
+    def total_samples(self) -> int | None:
+        """The samples of all stages of the run; without stages, `samples`. Raises UserError if the lengths contradict
+        each other."""
+        lengths = [stage.length for stage in self.stages]
+        if not lengths:
+            return self.samples
+        own_lengths = [length for length in lengths if length is not None]
+        if own_lengths != lengths or self.epochs is not None or self.samples not in (None, sum(own_lengths)):
+            raise UserError(
+                f"stages: their samples are {lengths}, and the run has samples={self.samples} epochs={self.epochs}; "
+                "give every stage its own, and leave out the run's"
+            )
+        return sum(own_lengths)
 
 
 def samples_of(config: TrainConfig, epoch_samples: int | None) -> int:
@@ -130,7 +159,7 @@ def capped_by_environment(config: TrainConfig) -> TrainConfig:
 def with_length(config: TrainConfig) -> TrainConfig:
     """Fill in the run's length where the settings give none, and limit it as the environment says. Raises UserError."""
     config = capped_by_environment(config)
-    samples = total_samples(config)
+    samples = config.total_samples
     epochs = EPOCHS if samples is None and config.epochs is None else config.epochs
     return replace(config, samples=samples, epochs=epochs)
 

@@ -3,7 +3,6 @@
 from clipscale import checkpoint
 from clipscale.common.goal import Goal
 from clipscale.common.terminal import show_task
-from clipscale.config.stages import stage_configs_of
 from clipscale.config.train_config import TrainConfig
 from clipscale.distributed.agreement import run_on_all_ranks
 from clipscale.distributed.world import World
@@ -31,7 +30,7 @@ def load_evaluation(config: TrainConfig, world: World) -> Evaluation:
     return Evaluation(
         sets=sets,
         batch_size=config.eval.batch,
-        objective=stage_configs_of(config)[-1].loss.objective,
+        objective=config.stage_configs[-1].loss.objective,
         sizes=tuple(config.loss.sizes),
         uses_ema=config.eval.weights == "ema",
         facts={"precision": config.precision},

@@ -12,7 +12,7 @@ from clipscale.common.errors import UserError
 from clipscale.config.checks import check_captioner, check_divisible
 from clipscale.config.config_file import to_yaml
 from clipscale.config.model import ModelConfig
-from clipscale.config.stages import OptimizerPolicy, Stage, stage_configs_of
+from clipscale.config.stages import OptimizerPolicy, Stage
 from clipscale.config.train_config import TrainConfig, samples_of
 from clipscale.data.order import BatchShare
 from clipscale.distributed.agreement import run_long_on_rank0
@@ -87,7 +87,7 @@ def resolve(config: TrainConfig, path: Path | None, world: World) -> ResolvedRun
     resumed = checkpoint.read_description(path) if path else None
     if not config.model.name:  # the weights name it, before the stages replace parts of the model
         config = replace(config, model=run_long_on_rank0(world, lambda: completed_by_weights(config.model, resumed)))
-    stage_configs = stage_configs_of(config)
+    stage_configs = config.stage_configs
     stages = make_stages(config, stage_configs, world)
     step = resumed.step if resumed else 0
     index = max(i for i, stage in enumerate(stages) if stage.steps_before <= step)

@@ -11,7 +11,6 @@ from clipscale.common.terminal import print_line
 from clipscale.common.text import counted
 from clipscale.config.advice import batch_exceeds_data_warning
 from clipscale.config.data import DataConfig
-from clipscale.config.stages import stage_configs_of
 from clipscale.config.train_config import TrainConfig
 from clipscale.data.shards.counts import count_if_quick
 from clipscale.data.shards.features import find_teachers
@@ -35,7 +34,7 @@ def main(config: TrainConfig) -> None:
     """
     if not config.model.name:  # the weights name it, before the stages replace parts of the model
         config = replace(config, model=completed_by_weights(config.model))
-    for stage_config in stage_configs_of(config):
+    for stage_config in config.stage_configs:
         describe_model(stage_config.model)
     resumed = run_to_resume(config.run, config.resume)  # the run's checkpoint holds the weights
     model = config.model if resumed else completed_by_weights(config.model)
@@ -49,7 +48,7 @@ def main(config: TrainConfig) -> None:
         shards = sum(check_source(source, config.data) for source in sources)
         find_teachers(config.data, config.distill.teachers, config.distill.scales)
         epoch = count_if_quick(config.data, local_shards(config.data))
-        for warning in {batch_exceeds_data_warning(each, epoch) for each in stage_configs_of(config)} - {""}:
+        for warning in {batch_exceeds_data_warning(each, epoch) for each in config.stage_configs} - {""}:
             print_line(f"warning: {warning}", error=True)
         sets = len(load_chosen_sets(config.eval))
     if config.checkpoint.copy:

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, replace
 
-from clipscale.config.stages import with_setting
+from clipscale.config.setting import with_setting
 from clipscale.tools.plan.assumed import ASSUMED
 from clipscale.tools.plan.settings import PlanConfig
 

@@ -5,7 +5,6 @@ from dataclasses import replace
 
 from clipscale.common.terminal import clear, print_line
 from clipscale.config.libraries import hidden_packages, unneeded_packages
-from clipscale.config.stages import stage_configs_of
 from clipscale.models.weights.model_settings import with_hub_architecture
 from clipscale.tools.plan.settings import PlanConfig, on_machine
 
@@ -18,7 +17,7 @@ def main(config: PlanConfig) -> int:
         from clipscale.tools.plan.planner import plan
         from clipscale.tools.plan.render import render
 
-    stage_configs = stage_configs_of(config)
+    stage_configs = config.stage_configs
     results = [plan(stage_config) for stage_config in stage_configs]
     if config.json:
         clear()

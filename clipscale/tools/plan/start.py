@@ -7,7 +7,6 @@ from clipscale.common.hardware import gpu_here, hardware_of
 from clipscale.common.memory import free_memory
 from clipscale.common.record import Record
 from clipscale.config.libraries import hidden_packages, unneeded_packages
-from clipscale.config.stages import stage_configs_of
 from clipscale.config.train_config import TrainConfig
 from clipscale.launch.local import num_workers
 from clipscale.models.weights.model_settings import with_hub_architecture
@@ -31,6 +30,6 @@ def start_plan(config: TrainConfig) -> Record:
 
     machine = {"model": model, "hardware": hardware, "gpus": num_workers(config), "host_memory": free_memory()}
     plan_config = PlanConfig(**vars(config) | machine)
-    plans = [plan(stage_config, search=False) for stage_config in stage_configs_of(plan_config)]
+    plans = [plan(stage_config, search=False) for stage_config in plan_config.stage_configs]
     result = max(plans, key=lambda result: (not result["fits"], result["peak_bytes"]))
     return {"fits": result["fits"], "lines": render("start", **result, cores_here=cores()).splitlines()}
