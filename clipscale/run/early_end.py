@@ -1,7 +1,7 @@
-"""Saves and closes a run that ends early: by a signal, by an error, or because somebody has removed its folder."""
+"""Saves a run that ends early: by a signal, by an error, or because somebody has removed its folder."""
 
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from typing import Protocol
 
 import torch
@@ -16,10 +16,6 @@ from clipscale.run.stopping import SignalError, stop_message
 
 # What an evaluation between two steps raises if it runs out of memory. A step raises a UserError instead.
 OUT_OF_MEMORY = (MemoryError, torch.OutOfMemoryError)
-
-
-class Closable(Protocol):
-    def close(self) -> None: ...
 
 
 class Savable(Protocol):
@@ -100,16 +96,6 @@ def stop_if_folder_removed(
                 f"{step}: continue with resume=auto"
             )
         )
-
-
-@contextmanager
-def closing_all(*resources: Closable) -> Iterator[None]:
-    """Context of a run's loop: closes the run's parts, the first one first. All are closed, even if the loop or a
-    `close` raises."""
-    with ExitStack() as stack:
-        for resource in reversed(resources):
-            stack.callback(resource.close)
-        yield
 
 
 def early_end_message(signum: int, step: int) -> str:

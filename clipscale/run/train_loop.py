@@ -5,6 +5,7 @@
 
 import time
 from collections.abc import Callable
+from contextlib import closing
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import count
@@ -19,8 +20,7 @@ from clipscale.data.loader.stream import TrainStream
 from clipscale.distributed.world import World
 from clipscale.eval.run import Evaluation, ResultsFile, evaluate
 from clipscale.log.records import StepRecord
-from clipscale.run.early_end import closing_all, saving_on_early_end, stop_if_folder_removed
-from clipscale.run.intervals import Intervals
+from clipscale.run.early_end import saving_on_early_end, stop_if_folder_removed
 from clipscale.run.run_lock import RunLock
 from clipscale.run.signal_poller import SignalPoller
 from clipscale.run.step_records import StepRecords
@@ -29,6 +29,30 @@ from clipscale.step.checkpoint_state import gather_checkpoint_state
 from clipscale.step.compiled import eager_for_new_shapes
 from clipscale.step.optim import Schedule
 from clipscale.step.train_step import StepResult, TrainStep
+
+
+@dataclass(frozen=True)
+class Intervals:
+    """When a run evaluates and saves, beside its end. 0: never."""
+
+    # Whether the weights are evaluated before the first step.
+    evaluates_at_start: bool = False
+    # Steps between evaluations.
+    eval_steps: int = 0
+    # Steps between checkpoints.
+    save_steps: int = 0
+    # Seconds between checkpoints.
+    save_seconds: float = 0.0
+
+    def evaluates_after(self, step: int) -> bool:
+        return self.eval_steps > 0 and step % self.eval_steps == 0
+
+    def saves_after(self, step: int) -> bool:
+        return self.save_steps > 0 and step % self.save_steps == 0
+
+    def is_overdue(self, seconds: float) -> bool:
+        """Whether a checkpoint is due `seconds` after the last one."""
+        return 0 < self.save_seconds < seconds
 
 
 @dataclass
@@ -78,9 +102,10 @@ class TrainLoop:
         end = self.schedule.end  # the last step of the run, or of the stage
         self.stream.set_poll(self.signal_poller.poll_while_waiting)
         with (
-            closing_all(self.records),
+            closing(self.records),
             self.signal_poller,
-            closing_all(self.stream, self.saver),
+            closing(self.saver),
+            closing(self.stream),
             saving_on_early_end(self),
         ):
             if self.step == 0 < end and self.intervals.evaluates_at_start:

@@ -8,7 +8,7 @@ from clipscale.distributed.agreement import run_on_all_ranks
 from clipscale.distributed.world import World
 from clipscale.eval.run import Evaluation, sized_sets
 from clipscale.eval.suites import load_chosen_sets
-from clipscale.run.intervals import Intervals
+from clipscale.run.train_loop import Intervals
 from clipscale.run_folder.chosen_checkpoint import BestFinder
 from clipscale.start.resolve import ResolvedRun
 

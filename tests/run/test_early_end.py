@@ -1,4 +1,4 @@
-"""After which errors a run saves, and what the end of its loop closes."""
+"""After which errors a run saves."""
 
 import signal
 from pathlib import Path
@@ -13,35 +13,10 @@ from clipscale.checkpoint.saving import UnwritableError
 from clipscale.common.errors import LoaderError, StoppedError, UserError
 from clipscale.distributed.agreement import AgreedError, raise_on_all_ranks
 from clipscale.distributed.world import World
-from clipscale.run.early_end import (
-    can_save_after,
-    closing_all,
-    saving_on_early_end,
-    stop_if_folder_removed,
-)
+from clipscale.run.early_end import can_save_after, saving_on_early_end, stop_if_folder_removed
 from clipscale.run.run_lock import FolderInUseError
 from clipscale.run.stopping import SignalError
 from tests.support.user_errors import refused
-
-
-class Part:
-    """A part of a run, which perhaps cannot be closed."""
-
-    def __init__(self, error: Exception | None = None) -> None:
-        self.error = error
-        self.is_closed = False
-
-    def close(self) -> None:
-        if self.error:
-            raise self.error
-        self.is_closed = True
-
-
-def test_all_parts_are_closed_even_if_one_cannot_be() -> None:
-    first, last = Part(), Part()
-    with pytest.raises(OSError, match="no space"), closing_all(first, Part(OSError("no space")), last):
-        pass
-    assert first.is_closed and last.is_closed
 
 
 class Run:

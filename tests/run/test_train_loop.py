@@ -16,8 +16,7 @@ from clipscale.common.errors import StoppedError, UserError
 from clipscale.config.stages import OptimizerPolicy, Stage
 from clipscale.eval.run import Evaluation
 from clipscale.run import train_loop
-from clipscale.run.intervals import Intervals
-from clipscale.run.train_loop import TrainLoop
+from clipscale.run.train_loop import Intervals, TrainLoop
 from clipscale.step.optim import Schedule
 from tests.support.checkpoints import ONE_RANK
 from tests.support.user_errors import refused
