@@ -18,6 +18,7 @@ from clipscale.config.libraries import needs_transformers
 from clipscale.config.train_config import MAX_SAMPLES, TrainConfig, default_run_name, with_length
 from clipscale.data.loader.fork_server import warm_up
 from clipscale.launch import local
+from clipscale.run.run_lock import wait_until_free
 from clipscale.run.stopping import exit_on_signal
 from clipscale.run_folder.paths import RESULT, checkpoint_to_resume, checkpoint_values, run_folder
 from clipscale.run_folder.records import read_result
@@ -96,13 +97,10 @@ def launch_and_plan(config: TrainConfig, *, isolated: bool) -> RunResult:
         announce_task("loading torch")
         if workers_fork_here:
             warm_up()  # beside the imports of training
+        if no_launcher:
+            wait_until_free(Path(config.run))
     plans = config.plan and no_launcher and not resumes_other_batch(config)
     # The server of the workers has open_clip without transformers.
     forked = workers_fork_here and not needs_transformers(config.model.description)
     with planning(config, forked=forked) if plans else nullcontext() as check_plan:
-        with exit_on_signal(local.NOTHING_TO_SAVE):
-            from clipscale.run.run_lock import wait_until_free
-
-            if no_launcher:
-                wait_until_free(Path(config.run))
         return cast(RunResult, local.launch(config, isolated=isolated, check_plan=check_plan))
