@@ -4,6 +4,7 @@ N: images, n: images of a batch, C: classes, U: distinct class names, D: feature
 """
 
 import hashlib
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -38,8 +39,8 @@ class ClassificationSet(EvalSet):
         classes_UD, rows_C = encoder.encode_classes(self.classnames, self.templates, self.label)
         classes = encoder.at_sizes(classes_UD)
         ranks = []
-        pictures = self.encode_pictures(encoder)
-        for span, features_nD, usable_n in pictures:
+        broken: Counter[str] = Counter()
+        for span, features_nD, usable_n in self.encode_pictures(encoder, broken):
             scores = [
                 (rows @ embeddings.T)[:, rows_C] for rows, embeddings in zip(encoder.at_sizes(features_nD), classes)
             ]
@@ -51,4 +52,4 @@ class ClassificationSet(EvalSet):
         right_N = target_N[usable_N]
         counts = {"images": len(right_N)}
         metrics = [zero_shot.accuracy_metrics(ranks_N, right_N) | counts for ranks_N in ranks_NS[usable_N].T]
-        return Measurement(metrics, pictures.broken)
+        return Measurement(metrics, broken)

@@ -8,7 +8,7 @@ N: inputs, n: inputs of a batch, C: classes, U: distinct class names, D: feature
 """
 
 from collections import Counter
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from multiprocessing.pool import MapResult, ThreadPool
@@ -63,19 +63,6 @@ class ImageBatch(NamedTuple):
     features: Tensor
     # (n,) bool: whether each image could be decoded.
     usable: Tensor
-
-
-class EncodedImages:
-    """One pass over images: iterate over its batches once; `broken` is complete after the last one."""
-
-    def __init__(self, batches: Generator[ImageBatch, None, Counter[str]]) -> None:
-        """`batches`: a generator that returns what becomes `broken`."""
-        self._batches = batches
-        # Images of all ranks that are not usable, by reason.
-        self.broken: Counter[str] = Counter()
-
-    def __iter__(self) -> Iterator[ImageBatch]:
-        self.broken = yield from self._batches
 
 
 class PictureWaits:
@@ -183,15 +170,15 @@ class EvalEncoder:
         count: int,
         read: Callable[[int], bytes],
         label: str,
+        broken: Counter[str],
         take_tokens: Callable[[range, Tensor, Tensor, Tensor], None] | None = None,
-    ) -> Generator[ImageBatch, None, Counter[str]]:
-        """Yield this rank's batches. Returns, by reason, how many images of all ranks are not usable.
-
-        Threads decode the next batch while the device encodes this one.
+    ) -> Iterator[ImageBatch]:
+        """Yield this rank's batches. Threads decode the next batch while the device encodes this one.
 
         read: returns the bytes of image 0..count-1, or raises BrokenSampleError, OSError or ValueError. label: the
-        set's, for the progress. take_tokens: gets each batch's indices, whether each image is usable, the pixels, and a
-        captioner's tokens of them (n, P, W).
+        set's, for the progress. broken: after the last batch, has the images of all ranks that are not usable, by
+        reason. take_tokens: gets each batch's indices, whether each image is usable, the pixels, and a captioner's
+        tokens of them (n, P, W).
         """
         transform = self.model.eval_transform()
         blank = np.zeros((3, transform.image_size, transform.image_size), np.uint8)
@@ -223,4 +210,5 @@ class EvalEncoder:
                         features = self.model.image(pixels)
                 yield ImageBatch(span, F.normalize(features.float(), dim=-1)[: len(span)], usable.to(self.world.device))
         run_on_all_ranks(self.world, waits.check)
-        return sum(self.world.all_gather_object(reasons), Counter())
+        for reasons_of_rank in self.world.all_gather_object(reasons):
+            broken.update(reasons_of_rank)

@@ -4,6 +4,7 @@ N: images, M: captions (several an image), Q: queries, C: candidates, D: feature
 K: different pairs, G: groups of equal candidates.
 """
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, NamedTuple
@@ -108,8 +109,9 @@ class RetrievalSet(EvalSet):
         """
         meter = CaptionMeter(encoder, self.answers) if encoder.model.is_captioner else None
         reads = HashedReads(self.read)
-        pictures = self.encode_pictures(encoder, reads.read, meter.add if meter else None)
-        index_N, images_ND, hash_N = UsableImages.gather(list(pictures), reads, len(self), encoder)
+        broken: Counter[str] = Counter()
+        batches = [*self.encode_pictures(encoder, broken, reads.read, meter.add if meter else None)]
+        index_N, images_ND, hash_N = UsableImages.gather(batches, reads, len(self), encoder)
         captions = [(text, image) for image, index in enumerate(index_N.tolist()) for text in self.answers[index]]
         captions_MD = encoder.encode_texts([text for text, _ in captions])
         device = encoder.world.device
@@ -125,7 +127,7 @@ class RetrievalSet(EvalSet):
             self.warn_of_equal(relevance)
         pairs = zip(encoder.at_sizes(images_ND), encoder.at_sizes(captions_MD))
         metrics = [self.metrics(encoder, images, texts, relevance) | counts for images, texts in pairs]
-        return Measurement(metrics, pictures.broken, meter.write(index_N) if meter else [])
+        return Measurement(metrics, broken, meter.write(index_N) if meter else [])
 
     def warn_of_equal(self, relevance: Relevance) -> None:
         """Warn if some captions or pictures are equal, with the numbers of distinct ones."""

@@ -2,6 +2,7 @@
 
 import json
 import math
+from collections import Counter
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -235,7 +236,7 @@ def features_and_results(
     assert isinstance(captioned, retrieval.RetrievalSet)
     with torch.no_grad():
         images = gather_batches(
-            [features for _, features, _ in eval_set.encode_pictures(encoder)], len(eval_set), 4, world
+            [features for _, features, _ in eval_set.encode_pictures(encoder, Counter())], len(eval_set), 4, world
         )
         of_classes, _ = encoder.encode_classes(eval_set.classnames, eval_set.templates, eval_set.label)
         features = [images, of_classes, encoder.encode_texts([text for texts in captioned.answers for text in texts])]

@@ -4,7 +4,7 @@ import io
 import logging
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
@@ -18,7 +18,7 @@ from clipscale.common.record import Metrics, WrittenCaption
 from clipscale.data.picture import broken_pictures, open_picture, turned_upright
 from clipscale.data.sample import MAX_IMAGE_BYTES, BrokenSampleError
 from clipscale.distributed.agreement import raise_on_all_ranks
-from clipscale.eval.encode import EncodedImages, EvalEncoder, ImageBatch
+from clipscale.eval.encode import EvalEncoder, ImageBatch
 
 log = logging.getLogger(__name__)
 
@@ -128,27 +128,23 @@ class EvalSet(ABC):
     def encode_pictures(
         self,
         encoder: EvalEncoder,
+        broken: Counter[str],
         read: Callable[[int], bytes] | None = None,
         take_tokens: Callable[[range, Tensor, Tensor, Tensor], None] | None = None,
-    ) -> EncodedImages:
-        """The set's images, by `EvalEncoder.encode_images`. `read`: used instead of the set's own.
+    ) -> Iterator[ImageBatch]:
+        """Yield this rank's batches of the set's images, by `EvalEncoder.encode_images`. `read`: used instead of the
+        set's own.
 
-        At the end a line counts the pictures that are not usable. Raises UserError on every rank if none is usable.
+        At the end `broken` has the pictures of all ranks that are not usable, by reason, and a line counts them. Raises
+        UserError on every rank if none is usable.
         """
-        batches = encoder.encode_images(len(self), read or self.read, self.label, take_tokens)
-        return EncodedImages(self._with_warning(batches, encoder))
-
-    def _with_warning(
-        self, batches: Generator[ImageBatch, None, Counter[str]], encoder: EvalEncoder
-    ) -> Generator[ImageBatch, None, Counter[str]]:
-        broken = yield from batches
+        yield from encoder.encode_images(len(self), read or self.read, self.label, broken, take_tokens)
         total = broken.total()
         counts = f"eval.sets: {self.path}: {total} of {len(self)} left out: {by_reason(broken)}"
         if total == len(self):
             raise_on_all_ranks(UserError(f"{counts}; nothing is left to evaluate, fetch the set again"))
         if total and encoder.world.is_rank0:
             warn_once(counts)
-        return broken
 
     def facts(self) -> dict[str, object]:
         """The facts, other than the images, on which the metrics depend."""
