@@ -24,7 +24,7 @@ from clipscale.cli.verbs import VERBS
 from clipscale.config.presets import PACKAGE
 from clipscale.config.setting import settings_of
 from clipscale.config.train_config import TrainConfig
-from clipscale.log.records import StepRecord
+from clipscale.run_folder.records import StepRecord
 from tests.conftest import TINY
 from tests.support.ranks import run_ranks
 from tests.support.runs import four_step_config

@@ -32,9 +32,9 @@ from clipscale.data.train_transform import TrainTransform
 from clipscale.eval.classification import ClassificationSet
 from clipscale.eval.sets.item import Measurement
 from clipscale.launch import local
-from clipscale.log.records import StepRecord
 from clipscale.run.train_loop import TrainLoop
 from clipscale.run_folder.paths import checkpoints_of, step_of
+from clipscale.run_folder.records import StepRecord
 from clipscale.step.cache.grad_cache import GradCache
 from clipscale.step.train_step import StepResult
 from clipscale.tools.trained_model import load_model

@@ -15,11 +15,11 @@ from clipscale.common.output import RetryingLines
 from clipscale.common.record import Results
 from clipscale.common.terminal import Progress, log_line, log_warning
 from clipscale.log.environment import environment
-from clipscale.log.records import StepRecord, parsed_lines
 from clipscale.log.sinks import Sinks, open_sinks
 from clipscale.log.table import FIGURES
 from clipscale.log.warnings import WARM_UP_STEPS, WINDOW_STEPS, warnings_of
 from clipscale.run_folder.paths import CONFIG, ENVIRONMENT, METRICS
+from clipscale.run_folder.records import StepRecord, parsed_lines
 from clipscale.run_folder.set_aside import rename_damaged, rename_misplaced_folders
 
 # Least number of seconds between two console lines.

@@ -4,7 +4,7 @@ import math
 from collections.abc import Sequence
 from statistics import mean, median
 
-from clipscale.log.records import StepRecord
+from clipscale.run_folder.records import StepRecord
 
 # Steps that are compared.
 WINDOW_STEPS = 50

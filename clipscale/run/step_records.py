@@ -10,8 +10,8 @@ from torch import Tensor
 from clipscale.common.record import Results
 from clipscale.data.loader.stream import TrainStream
 from clipscale.log.metrics import MetricLog
-from clipscale.log.records import StepRecord
 from clipscale.models.flops import Flops
+from clipscale.run_folder.records import StepRecord
 from clipscale.step.measurements import CLOCK_STEP_S, Readback
 from clipscale.step.train_step import StepResult
 

@@ -19,12 +19,12 @@ from clipscale.config.stages import Stage
 from clipscale.data.loader.stream import TrainStream
 from clipscale.distributed.world import World
 from clipscale.eval.run import Evaluation, ResultsFile, evaluate
-from clipscale.log.records import StepRecord
 from clipscale.run.early_end import saving_on_early_end, stop_if_folder_removed
 from clipscale.run.run_lock import RunLock
 from clipscale.run.signal_poller import SignalPoller
 from clipscale.run.step_records import StepRecords
 from clipscale.run.stopping import COPY_WITHIN_S
+from clipscale.run_folder.records import StepRecord
 from clipscale.step.checkpoint_state import gather_checkpoint_state
 from clipscale.step.compiled import eager_for_new_shapes
 from clipscale.step.optim import Schedule

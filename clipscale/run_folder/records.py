@@ -1,11 +1,14 @@
 """The records of a run: the files beside its checkpoints in one table, and their readers. Imports nothing heavy."""
 
+import json
 import re
 from dataclasses import dataclass
+from operator import itemgetter
 from pathlib import Path
-from typing import cast
+from typing import TypedDict, cast
 
 from clipscale.common import files
+from clipscale.common.errors import UserError
 from clipscale.common.record import EvalRecord, Record, RunResult
 from clipscale.run_folder.paths import CONFIG, ENVIRONMENT, EVAL, METRICS, RESULT
 
@@ -40,6 +43,9 @@ RUN_RECORDS = (
 )
 
 
+# ---- settings and results ----
+
+
 def written_settings(run_dir: Path) -> Record:
     """The settings in a run's config.yaml; empty if there is no such file. Raises DAMAGED of `files`."""
     file = run_dir / CONFIG
@@ -62,6 +68,19 @@ def read_evaluation(path: Path) -> EvalRecord:
     return cast(EvalRecord, record)
 
 
+def read_evaluations(run_dir: Path) -> list[EvalRecord]:
+    """The contents of `eval/step_N.json`, by step. Files of other names, such as copies, are not read."""
+    records: list[tuple[int, EvalRecord]] = []
+    for file in (run_dir / EVAL).glob("step_*.json"):
+        if not re.fullmatch(r"step_\d+", file.stem):
+            continue
+        with files.damage_to_user_error("results", file, "evaluate again"):
+            files.check_inside(file, run_dir)
+            step = int(file.stem.removeprefix("step_"))
+            records.append((step, {**read_evaluation(file), "step": step}))
+    return [record for _, record in sorted(records, key=itemgetter(0))]
+
+
 def read_result(path: Path) -> RunResult:
     """The file of a complete run's result. Raises DAMAGED of `files`, also if there is none."""
     record = files.read_record(path)
@@ -70,3 +89,76 @@ def read_result(path: Path) -> RunResult:
     if type(record.get("step")) is not int or not all(isinstance(value, int | float) for value in values):
         raise ValueError("it holds no result")
     return cast(RunResult, record)
+
+
+# ---- metrics ----
+
+
+class StepRecord(TypedDict, total=False):
+    """A line of metrics.jsonl, the record of one step. It also has the times and the memory of `StepTimer.record`.
+
+    Earlier versions wrote fewer fields.
+    """
+
+    step: int
+    samples: int
+    batch: int
+    lr: float
+    loss: float
+    # A captioner's two losses, unweighted.
+    contrastive_loss: float
+    caption_loss: float
+    grad_norm: float | None
+    skipped: bool
+    logit_scale: float
+    # Statistics of the features, in some steps; see `start_statistics`.
+    modality_gap: float
+    uniformity_image: float
+    uniformity_text: float
+    rank_image: float
+    rank_text: float
+    nearest: float
+    # Seconds since 1970.
+    time: float
+    samples_per_s: float
+    samples_per_s_per_gpu: float
+    samples_per_s_wall: float
+    caption_tokens: float
+    mfu: float | None
+    data_wait_frac: float
+    host_rss_bytes: int
+    # The fields from here on are the loader's.
+    broken: int
+    faults: int
+    broken_by: dict[str, int]
+    faults_by: dict[str, int]
+    host_pinned: bool
+
+
+def read_metrics(path: Path) -> list[StepRecord]:
+    """The records of a `metrics.jsonl`, in order, without an incomplete last line."""
+    records, damaged = parsed_lines(path)
+    if damaged:
+        raise UserError(f"metrics: {path} has {damaged} damaged lines; restore the file, or start the run again")
+    return records
+
+
+def parsed_lines(path: Path) -> tuple[list[StepRecord], int]:
+    """The records of a `metrics.jsonl`, and the number of its lines that are not records."""
+    lines = path.read_bytes().split(b"\n")[:-1] if path.is_file() else []
+    records: list[StepRecord] = []
+    for line in lines:
+        try:
+            record = json.loads(line)
+        except (ValueError, RecursionError):
+            continue
+        if isinstance(record, dict) and isinstance(record.get("step"), int):
+            records.append(cast(StepRecord, record))
+    return records, len(lines) - len(records)
+
+
+def lr_of_step(run_dir: Path, step: int) -> float | None:
+    """The learning rate of a step, by the run's records; None if they do not say."""
+    records, _ = parsed_lines(run_dir / METRICS)
+    rates = [record["lr"] for record in records if record["step"] == step and isinstance(record.get("lr"), float)]
+    return rates[0] if rates else None

@@ -6,9 +6,8 @@ from clipscale.common.terminal import log_line, log_warning
 from clipscale.config.advice import batch_exceeds_data_warning, oversized_batch_warning
 from clipscale.config.config_file import change_lines
 from clipscale.config.train_config import samples_of
-from clipscale.log.records import lr_of_step
 from clipscale.log.sinks import log_wandb_mode
-from clipscale.run_folder.records import written_settings
+from clipscale.run_folder.records import lr_of_step, written_settings
 from clipscale.start.build import BuiltRun
 from clipscale.start.resolve import ResolvedRun
 from clipscale.step.optim import Schedule

@@ -20,8 +20,8 @@ import pytest
 
 from clipscale.config.model import ModelConfig
 from clipscale.config.sections import CacheConfig, CheckpointConfig
-from clipscale.log.records import read_metrics
 from clipscale.run_folder.paths import checkpoints_of, step_of
+from clipscale.run_folder.records import read_metrics
 from clipscale.train import train
 from tests.support.runs import ARCHITECTURE, ten_step_config
 

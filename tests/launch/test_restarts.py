@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from clipscale.common.errors import UnreachableError
 from clipscale.distributed.join import connect_store
-from clipscale.log.records import read_metrics
+from clipscale.run_folder.records import read_metrics
 from tests.conftest import TINY
 
 STEPS = 40

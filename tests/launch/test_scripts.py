@@ -13,7 +13,7 @@ import yaml
 from clipscale.cli.compose import compose_settings
 from clipscale.cli.words import overrides_of
 from clipscale.config.presets import PACKAGE
-from clipscale.log.records import read_metrics
+from clipscale.run_folder.records import read_metrics
 from tests.conftest import TINY
 from tests.support.slurm import need_two_nodes, state
 

@@ -20,8 +20,8 @@ from clipscale.common import files
 from clipscale.config.sections import SinkConfig
 from clipscale.log import metrics, sinks
 from clipscale.log.metrics import MetricLog, console_line, duration
-from clipscale.log.records import read_metrics
 from clipscale.log.warnings import warnings_of
+from clipscale.run_folder.records import read_metrics
 from tests.conftest import Capture
 
 SETTINGS = "batch: 256\nmodel:\n  name: ViT-B-32\n"

@@ -8,8 +8,8 @@ from unittest.mock import Mock
 import pytest
 import torch
 
-from clipscale.log.records import StepRecord, read_metrics
 from clipscale.run.step_records import StepRecords
+from clipscale.run_folder.records import StepRecord, read_metrics
 from clipscale.step.measurements import StepTimer
 from clipscale.step.step_loss import StepScalars
 from clipscale.step.train_step import StepResult

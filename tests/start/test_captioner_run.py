@@ -13,10 +13,10 @@ from clipscale.config.data import DataConfig
 from clipscale.config.model import ModelConfig
 from clipscale.config.sections import CacheConfig, CaptionConfig, CheckpointConfig
 from clipscale.config.train_config import TrainConfig
-from clipscale.log.records import StepRecord, read_metrics
 from clipscale.models.flops import Flops, decoder_flops, image_flops, text_flops, trained_names
 from clipscale.models.towers import build_model
 from clipscale.run_folder.paths import checkpoint_path
+from clipscale.run_folder.records import StepRecord, read_metrics
 from clipscale.tools.trained_model import load_model
 from clipscale.train import train
 from tests.support.killed_runs import whole_and_killed

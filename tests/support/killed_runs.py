@@ -8,7 +8,7 @@ from typing import Any
 
 import psutil
 
-from clipscale.log.records import read_metrics
+from clipscale.run_folder.records import read_metrics
 from tests.conftest import TINY
 
 SETTINGS = [word for word in TINY if not word.startswith("samples")]

@@ -16,11 +16,10 @@ from clipscale.config.model import ModelConfig
 from clipscale.config.sections import WEIGHTS
 from clipscale.config.setting import flatten
 from clipscale.data.hashing import utf8
-from clipscale.log.records import read_evaluations
 from clipscale.log.table import result_tables, with_start
 from clipscale.models.towers import ClipModel
 from clipscale.run_folder.paths import existing_run
-from clipscale.run_folder.records import settings_of_run
+from clipscale.run_folder.records import read_evaluations, settings_of_run
 from clipscale.tools.export import hugging_face, open_clip
 from clipscale.tools.export.average import average
 from clipscale.tools.export.settings import ExportSettings

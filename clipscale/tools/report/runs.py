@@ -13,9 +13,8 @@ from clipscale.common.text import printable
 from clipscale.config.parse import as_typed
 from clipscale.config.setting import flatten
 from clipscale.eval.published import PublishedBands
-from clipscale.log.records import StepRecord, read_evaluations, read_metrics
 from clipscale.run_folder.paths import ENVIRONMENT, METRICS, existing_run, run_folder, runs_of_sweep
-from clipscale.run_folder.records import settings_of_run
+from clipscale.run_folder.records import StepRecord, read_evaluations, read_metrics, settings_of_run
 
 
 @dataclass

@@ -18,7 +18,7 @@ from clipscale.cli.sweep.job_folder import JOBS
 from clipscale.common import files
 from clipscale.common.errors import UserError
 from clipscale.config.train_config import TrainConfig
-from clipscale.log.records import read_metrics
+from clipscale.run_folder.records import read_metrics
 from tests.conftest import TINY, Capture
 from tests.eval.sets import classification_set
 from tests.support.slurm import jobs_named, need_two_nodes, state

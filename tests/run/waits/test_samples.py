@@ -18,8 +18,8 @@ from clipscale.config.data import DataConfig
 from clipscale.config.sections import CheckpointConfig, EvalConfig
 from clipscale.config.train_config import TrainConfig
 from clipscale.data.loader.shard_stream import ShardStream
-from clipscale.log.records import read_metrics
 from clipscale.run_folder.paths import checkpoints_of, step_of
+from clipscale.run_folder.records import read_metrics
 from clipscale.train import train
 from tests.data.files import write_shards
 from tests.data.shards.web import Web, serving

@@ -19,11 +19,11 @@ from clipscale.config.sections import EvalConfig, LaunchConfig, SinkConfig
 from clipscale.distributed.agreement import run_on_rank0
 from clipscale.distributed.world import World
 from clipscale.eval.run import evaluate
-from clipscale.log.records import read_evaluations
 from clipscale.log.sinks import Sinks, open_sinks
 from clipscale.models.towers import ClipModel, build_model
 from clipscale.models.weights.load_weights import completed_by_weights
 from clipscale.run_folder.paths import checkpoint_path, checkpoints_of
+from clipscale.run_folder.records import read_evaluations
 from clipscale.tools.eval.settings import EvalRunConfig, check_eval, completed_by_run
 from clipscale.tools.eval.verb import main
 from clipscale.tools.trained_model import load_run_or_weights

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from clipscale.common import files
-from clipscale.log.records import read_evaluations
+from clipscale.run_folder.records import read_evaluations
 
 
 def test_a_copy_that_somebody_left_beside_the_evaluations_is_not_read(tmp_path: Path) -> None:
