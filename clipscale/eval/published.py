@@ -1,42 +1,26 @@
 """Compares a run's results with those that its preset's source has published."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 
 from clipscale.common.record import Results
 from clipscale.config.expected_bands import SOURCE, parse_bands
 from clipscale.eval.sets.known import known_sets
 
 
-@dataclass(frozen=True)
-class PublishedBands:
-    """Published scores, and where they are from."""
+def published_line(expected: Mapping[str, object], results: Results) -> str:
+    """Each result that has a published band, with the band; empty if none has one. Raises UserError.
 
-    # `SET.METRIC` -> the lowest and the highest value, in per cent.
-    bands: Mapping[str, tuple[float, float]] = field(default_factory=dict)
-    source: str = ""
-
-    @staticmethod
-    def from_setting(expected: Mapping[str, object]) -> "PublishedBands":
-        """Read the setting `expected`. Raises UserError for other forms."""
-        return PublishedBands(parse_bands(expected), str(expected.get(SOURCE, "")))
-
-    def line(self, results: Results) -> str:
-        """Each result that has a band, with the band; empty if none has one.
-
-        results: set -> metric -> share in [0, 1].
-        """
-        parts = []
-        for key, (low, high) in self.bands.items():
-            name, _, metric = key.rpartition(".")
-            for label in result_labels(name):
-                if metric in results.get(label, {}):
-                    value = round(100 * results[label][metric], 1)
-                    parts.append(
-                        f"{label} {metric} {value:.1f} %, {side_of_band(value, low, high)} {low:g} to {high:g}"
-                    )
-        source = f" ({self.source})" if self.source else ""
-        return f"published: {'; '.join(parts)}{source}" if parts else ""
+    `expected`: the setting. Results are shares in [0, 1].
+    """
+    parts = []
+    for key, (low, high) in parse_bands(expected).items():
+        name, _, metric = key.rpartition(".")
+        for label in result_labels(name):
+            if metric in results.get(label, {}):
+                value = round(100 * results[label][metric], 1)
+                parts.append(f"{label} {metric} {value:.1f} %, {side_of_band(value, low, high)} {low:g} to {high:g}")
+    source = f" ({expected[SOURCE]})" if expected.get(SOURCE) else ""
+    return f"published: {'; '.join(parts)}{source}" if parts else ""
 
 
 def result_labels(name: str) -> list[str]:

@@ -8,7 +8,6 @@ from clipscale import checkpoint
 from clipscale.config.train_config import TrainConfig
 from clipscale.distributed.agreement import run_on_all_ranks
 from clipscale.distributed.world import World
-from clipscale.eval.published import PublishedBands
 from clipscale.eval.summary import print_summary
 from clipscale.log.metrics import MetricLog
 from clipscale.run.run_lock import RunLock
@@ -37,7 +36,6 @@ def start_run(
     """
     # What it is evaluated on. This comes first, so that a mistyped path ends the start in its first minute.
     evaluation = load_evaluation(config, world)
-    published = PublishedBands.from_setting(config.expected)
 
     # Which checkpoint, and which settings.
     path = prepare_checkpoint_to_resume(config, world, fetch_copy=uploader is None)
@@ -79,7 +77,7 @@ def start_run(
                 batch=config.batch, model_config=asdict(config.model), optimizer_name=config.optim.name
             ),
             print_summary=partial(
-                print_summary, precision=config.precision, published=published, best=saver.retention.best
+                print_summary, precision=config.precision, expected=config.expected, best=saver.retention.best
             ),
         )
         undo.pop_all()

@@ -12,7 +12,7 @@ from clipscale.common.record import EvalRecord, Record
 from clipscale.common.text import printable
 from clipscale.config.parse import as_typed
 from clipscale.config.setting import flatten
-from clipscale.eval.published import PublishedBands
+from clipscale.eval.published import published_line
 from clipscale.run_folder.paths import ENVIRONMENT, METRICS, existing_run, run_folder, runs_of_sweep
 from clipscale.run_folder.records import StepRecord, read_evaluations, read_metrics, settings_of_run
 
@@ -67,8 +67,8 @@ def _read(folder: Path) -> Run:
             rows.append(row)
         settings = {name: as_typed(value) for name, value in flatten(config)}
         environment = files.read_record(folder / ENVIRONMENT)
-        bands = PublishedBands.from_setting(config.get("expected", {}))
-        line = bands.line(evaluations[-1]["results"]) if evaluations else ""
+        expected = config.get("expected", {})
+        line = published_line(expected, evaluations[-1]["results"]) if evaluations else ""
     return Run(
         name=folder.resolve().name,
         folder=folder,
