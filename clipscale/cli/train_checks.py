@@ -12,6 +12,7 @@ from clipscale.config.checks import check_across_sections
 from clipscale.config.parse import ALIASES
 from clipscale.config.run_model import AnyModel
 from clipscale.config.train_config import TrainConfig, samples_of
+from clipscale.eval.published import parse_bands
 from clipscale.eval.set_paths import check_set_paths
 from clipscale.log.sinks import wandb_module
 from clipscale.run_folder.paths import check_is_run_folder, path_or_run, run_folder, run_to_resume
@@ -66,6 +67,7 @@ def check_settings(config: TrainConfig) -> None:
     if ranks.under_launcher() and not config.run:
         raise UserError("run is not set; under torchrun all ranks need the same name, run=NAME")
     check_across_sections(config)
+    parse_bands(config.expected)
     if config.device == "cuda" and not any(map(os.path.exists, GPU_DRIVERS)):
         raise UserError("device=cuda: this machine has no GPU with a driver; use device=cpu or fix the driver")
     if not is_main_rank():

@@ -5,7 +5,6 @@ import re
 
 from clipscale.common.errors import UserError
 from clipscale.common.remote import check_copy_address
-from clipscale.config.expected_bands import parse_bands
 from clipscale.config.sections import CaptionConfig
 from clipscale.config.train_config import TrainConfig, samples_of
 from clipscale.loss.objective import OBJECTIVES
@@ -16,7 +15,6 @@ def check_across_sections(config: TrainConfig) -> None:
     check_data(config)
     if not config.model.weights:  # weights may bring a model
         check_captioner(config)
-    parse_bands(config.expected)
     if re.match(r"[a-z][a-z0-9+.-]+:/", config.run, re.IGNORECASE):
         raise UserError(
             f"run={config.run}: a run's folder is a path and no address; give run=NAME, and checkpoint.copy=ADDRESS "

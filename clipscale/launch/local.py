@@ -44,9 +44,6 @@ class LaunchSettings(Protocol):
     """The settings that every verb with several processes has."""
 
     @property
-    def run(self) -> str: ...
-
-    @property
     def device(self) -> str: ...
 
     @property

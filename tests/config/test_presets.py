@@ -15,11 +15,11 @@ from clipscale.cli.words import overrides_of
 from clipscale.common import files
 from clipscale.config.checks import check_across_sections
 from clipscale.config.config_file import plain_fields
-from clipscale.config.expected_bands import parse_bands
 from clipscale.config.model import ModelConfig
 from clipscale.config.presets import conf_dir, group_options, preset_title
 from clipscale.config.setting import flatten
 from clipscale.config.train_config import TrainConfig
+from clipscale.eval.published import parse_bands
 from clipscale.models.towers import ClipModel, build_model
 from clipscale.models.weights.load_weights import without_weights
 from clipscale.step.optim import build_optimizer

@@ -5,8 +5,7 @@ from typing import Any
 import pytest
 
 from clipscale.common.record import Results
-from clipscale.config.expected_bands import parse_bands
-from clipscale.eval.published import published_line
+from clipscale.eval.published import parse_bands, published_line
 from tests.support.user_errors import refused
 
 EXPECTED = {
