@@ -61,8 +61,8 @@ class Goal(NamedTuple):
     def check_evaluated(self, key: str, labels: Sequence[str], sized: Sequence[str] = ()) -> None:
         """Raise UserError if the goal means none or several of the evaluated `labels`. `key`: the setting's.
 
-        `sized`: the names of results by the first numbers of the features. They count only if no set itself has such a
-        name.
+        `sized`: the labels of results by the first dimensions of the features, as `SET (size 64)`. They count only if
+        no whole set matches.
         """
         found = self.possible_sets(labels) or self.possible_sets(sized)
         if len(found) != 1:

@@ -44,7 +44,8 @@ class Condition:
     def holds(self, value: object) -> bool:
         """Whether a value meets the condition. Texts are compared without regard to case.
 
-        Raises ValueError, TypeError or OverflowError if the condition compares numbers and the value is none.
+        Raises ValueError, TypeError or OverflowError if the condition compares numbers and the value is
+        no number.
         """
         if self.sign in _COMPARE:
             return _COMPARE[self.sign](float(cast(float, value)), float(self.values[0]))

@@ -28,8 +28,8 @@ def plain_fields(settings: list[tuple[str, object]]) -> dict[str, object]:
 def changed_settings(before: Mapping[str, object], settings: str) -> dict[str, tuple[object, object]]:
     """The settings that differ from those of the run's `config.yaml`: dotted key -> (old, new).
 
-    `before`: those of the file; empty if there is none, and nothing has changed. `settings`: the present ones, as
-    `to_yaml` writes them. Leaves out `run` and `resume`.
+    `before`: the file's settings. If they are empty, there was no file, and nothing counts as changed. `settings`: the
+    present ones, as `to_yaml` writes them. Leaves out `run` and `resume`.
     """
     if not before:
         return {}

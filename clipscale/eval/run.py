@@ -64,7 +64,7 @@ class Evaluation:
     batch_size: int = 256
     # The training's objective; empty: not known, and held-out pairs have no loss.
     objective: str = ""
-    # The first numbers of the features have results of their own, named `SET (size 64)`.
+    # Matryoshka sizes: the first dimensions of the features have results of their own, named `SET (size 64)`.
     sizes: Sequence[int] = ()
     # Whether the weights' moving average (EMA) is evaluated, not the weights themselves.
     uses_ema: bool = False

@@ -71,8 +71,8 @@ def launch(
 ) -> object:
     """Call `main` in several workers. Under torchrun, or if one worker that is not `isolated` suffices, call it here.
 
-    `check_plan` waits for the plan of a run, and raises UserError if the run cannot fit. A call here comes after it.
-    Several workers do not wait: rank 0 calls it in a thread, and they are ended if it raises.
+    `check_plan` waits for the plan of a run, and raises UserError if the run cannot fit. In this process `main` is
+    called after it. Several workers do not wait: rank 0 calls it in a thread, and they are ended if it raises.
 
     Returns its result on rank 0. Raises UserError if a worker does, WorkerError for other failures, StoppedError for a
     signal. No worker outlives this call.

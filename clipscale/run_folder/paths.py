@@ -69,7 +69,7 @@ def existing_run(run: str) -> Path:
 def checkpoint_to_resume(run: str, resume: str, *, own_first: bool) -> Path | None:
     """The checkpoint that a start resumes if it is undamaged: the run's own newest one, or that of `resume=PATH`.
 
-    None if there is none. `run`: its name, or empty. `own_first`: its own if both have some.
+    None if there is none. `run`: its name, or empty. `own_first`: the run's own comes before `resume=PATH`.
     """
     if resume == "none":
         return None

@@ -83,7 +83,7 @@ def without_frame(data: bytes, width: int) -> bytes:
 class Measurement:
     """The results of a model on a set."""
 
-    # The metrics over the usable images, at each of `EvalEncoder.at_sizes`, the same on every rank.
+    # The metrics over the usable images, for each of `EvalEncoder.at_sizes`, the same on every rank.
     metrics: Sequence[Metrics]
     # Images of all ranks that were left out, by reason.
     broken: Counter[str]
