@@ -65,37 +65,6 @@ class ImageBatch(NamedTuple):
     usable: Tensor
 
 
-class PictureWaits:
-    """Waits for decoded pictures. An error of `poll_while_waiting` on one of several ranks is deferred.
-
-    1. When the poll fails, this rank goes on with substitutes, so that the other ranks meet it in their collectives.
-    2. A later `poll` of all ranks may raise the error everywhere.
-    3. Otherwise `check` raises it at the end of the pass.
-    """
-
-    def __init__(self, world: World, poll_while_waiting: Poll) -> None:
-        self._world = world
-        self._poll = poll_while_waiting
-        self._deferred: UserError | None = None
-
-    def wait_for(self, pending: MapResult[T], substitutes: list[T]) -> list[T]:
-        """The results of `pending`, or the substitutes if an error is deferred."""
-        while not (self._deferred or pending.ready()):
-            pending.wait(POLL_S)
-            try:
-                self._poll()
-            except UserError as error:
-                if self._world.size == 1:
-                    raise
-                self._deferred = error
-        return substitutes if self._deferred else pending.get()
-
-    def check(self) -> None:
-        """Raise the deferred error, if there is one."""
-        if self._deferred:
-            raise self._deferred
-
-
 @dataclass(frozen=True)
 class EvalEncoder:
     """Unit features of images, texts and classes, by all ranks together."""
@@ -212,3 +181,34 @@ class EvalEncoder:
         run_on_all_ranks(self.world, waits.check)
         for reasons_of_rank in self.world.all_gather_object(reasons):
             broken.update(reasons_of_rank)
+
+
+class PictureWaits:
+    """Waits for decoded pictures. An error of `poll_while_waiting` on one of several ranks is deferred.
+
+    1. When the poll fails, this rank goes on with substitutes, so that the other ranks meet it in their collectives.
+    2. A later `poll` of all ranks may raise the error everywhere.
+    3. Otherwise `check` raises it at the end of the pass.
+    """
+
+    def __init__(self, world: World, poll_while_waiting: Poll) -> None:
+        self._world = world
+        self._poll = poll_while_waiting
+        self._deferred: UserError | None = None
+
+    def wait_for(self, pending: MapResult[T], substitutes: list[T]) -> list[T]:
+        """The results of `pending`, or the substitutes if an error is deferred."""
+        while not (self._deferred or pending.ready()):
+            pending.wait(POLL_S)
+            try:
+                self._poll()
+            except UserError as error:
+                if self._world.size == 1:
+                    raise
+                self._deferred = error
+        return substitutes if self._deferred else pending.get()
+
+    def check(self) -> None:
+        """Raise the deferred error, if there is one."""
+        if self._deferred:
+            raise self._deferred

@@ -16,6 +16,7 @@ from clipscale.common.record import Results, RunResult
 from clipscale.common.signals import Poll
 from clipscale.common.terminal import show_task
 from clipscale.config.stages import Stage
+from clipscale.data.loader.host_batch import HostBatch
 from clipscale.data.loader.stream import TrainStream
 from clipscale.distributed.world import World
 from clipscale.eval.run import Evaluation, ResultsFile, evaluate
@@ -133,11 +134,8 @@ class TrainLoop:
         lr = self.schedule.lr(step)
         with train_step.rollback_on_error(self.stream):
             batch = self.stream.next_batch()  # its samples may still be arriving
-            if self.world.is_rank0 and self.step == 0:
-                show_task("waiting for the first samples")
-                batch.tokens(0, 16)  # waits here, so that the first step does not seem slow
             if self.step == self.step_at_start:
-                show_task(f"step {step}, the first of this start")
+                self.show_first_step(batch)
             is_overdue = self.world.is_rank0 and self.intervals.is_overdue(time.monotonic() - self.saved_at)
             result = train_step.run(
                 batch,
@@ -159,6 +157,13 @@ class TrainLoop:
         if not result.scalars.overflows:  # else the optimizer may have no state yet, which also takes memory
             train_step.size_graph_budget(result.timer)
         return result
+
+    def show_first_step(self, batch: HostBatch) -> None:
+        """Show what the first step of this start is doing."""
+        if self.world.is_rank0 and self.step == 0:
+            show_task("waiting for the first samples")
+            batch.tokens(0, 16)  # waits here, so that the first step does not seem slow
+        show_task(f"step {self.step + 1}, the first of this start")
 
     def make_before_chunk(self, local_batch: int) -> Poll:
         """The function that a step calls before each chunk. It never waits for the device.

@@ -8,6 +8,7 @@ from clipscale import checkpoint
 from clipscale.config.train_config import TrainConfig
 from clipscale.distributed.agreement import run_on_all_ranks
 from clipscale.distributed.world import World
+from clipscale.eval.published import parse_bands
 from clipscale.eval.summary import print_summary
 from clipscale.log.metrics import MetricLog
 from clipscale.run.run_lock import RunLock
@@ -42,8 +43,9 @@ def start_run(
     resolved = resolve(config, path, world)
     config = resolved.config
 
-    # When it evaluates and saves. An unusable interval ends the start before anything is built.
+    # When it evaluates and saves. An unusable setting of these ends the start before anything is built.
     intervals = intervals_of(config, evaluation)
+    parse_bands(config.expected)
 
     with ExitStack() as undo:
         # Data, model, chunk sizes, loss, passes, optimizer, average; then the checkpoint's state, and compiling.
