@@ -10,7 +10,6 @@ from pathlib import Path
 
 from clipscale.checkpoint import CheckpointUploader, finish_copy_on_failed_start
 from clipscale.common import files
-from clipscale.common.record import RunResult
 from clipscale.config.train_config import TrainConfig
 from clipscale.distributed.agreement import run_long_on_rank0, run_on_rank0
 from clipscale.distributed.join import destroy_world, init_world
@@ -19,6 +18,7 @@ from clipscale.loss.runtime import LossRuntime, running_on
 from clipscale.run.run_lock import RunLock
 from clipscale.run.stopping import COPY_WITHIN_S
 from clipscale.run_folder.paths import RESULT
+from clipscale.run_folder.records import RunResult
 from clipscale.start.shared_storage import check_shared
 from clipscale.start.start_run import start_run
 

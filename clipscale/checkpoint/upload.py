@@ -21,12 +21,12 @@ from clipscale.checkpoint.copy_store import (
 from clipscale.checkpoint.format import read_meta, stream_size_and_crc32
 from clipscale.checkpoint.retention import Retention
 from clipscale.common.errors import UserError, one_line
-from clipscale.common.record import RunResult
 from clipscale.common.remote import ANSWER_S, MIN_BYTES_PER_S, within_time
 from clipscale.common.terminal import log_line, log_warning
 from clipscale.distributed.world import World
 from clipscale.run_folder.disk import COPYING
 from clipscale.run_folder.paths import EARLIER, EVAL, META, RESULT, checkpoints_of
+from clipscale.run_folder.records import RunResult
 
 # A run that waits for its last copy prints that it does after this many seconds.
 ANNOUNCE_AFTER_S = 1.0

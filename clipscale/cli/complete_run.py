@@ -3,13 +3,12 @@
 from pathlib import Path
 
 from clipscale.common import files
-from clipscale.common.record import RunResult
 from clipscale.common.terminal import log_line
 from clipscale.config.config_file import changed_settings, to_yaml
 from clipscale.config.setting import changes_weights
 from clipscale.config.train_config import TrainConfig
 from clipscale.run_folder.paths import RESULT, checkpoint_path
-from clipscale.run_folder.records import read_result, written_settings
+from clipscale.run_folder.records import RunResult, read_result, written_settings
 
 
 def result_if_complete(config: TrainConfig) -> RunResult | None:

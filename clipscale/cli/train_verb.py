@@ -12,7 +12,6 @@ from clipscale.cli.planned import planning
 from clipscale.common import files, ranks
 from clipscale.common.errors import StoppedError
 from clipscale.common.files import unused_path
-from clipscale.common.record import RunResult
 from clipscale.common.terminal import announce_task, log_line
 from clipscale.config.libraries import needs_transformers
 from clipscale.config.train_config import MAX_SAMPLES, TrainConfig, default_run_name, with_length
@@ -21,7 +20,7 @@ from clipscale.launch import local
 from clipscale.run.run_lock import wait_until_free
 from clipscale.run.stopping import exit_on_signal
 from clipscale.run_folder.paths import RESULT, checkpoint_to_resume, checkpoint_values, run_folder
-from clipscale.run_folder.records import read_result
+from clipscale.run_folder.records import RunResult, read_result
 from clipscale.tools.data.demo_folder import is_missing
 
 

@@ -18,26 +18,3 @@ class WrittenCaption(TypedDict):
     # A caption of the picture in its set.
     caption: str
     written: str
-
-
-class RunResult(TypedDict):
-    """The result of a complete run, which `train` returns and result.json holds."""
-
-    # The run's folder.
-    run: str
-    # Completed steps.
-    step: int
-    # The last step's loss.
-    loss: float
-    # The results of the last evaluation.
-    eval: Results
-
-
-class EvalRecord(TypedDict):
-    """The file of an evaluation, eval/step_N.json."""
-
-    # None if the weights belong to no step.
-    step: int | None
-    results: Results
-    # What each set's results belong to: its images, versions, the precision.
-    measured: dict[str, dict[str, object]]

@@ -16,7 +16,7 @@ import torch
 from clipscale import __version__
 from clipscale.common import files
 from clipscale.common.cpu import cores_of_rank
-from clipscale.common.record import EvalRecord, Metrics, Results
+from clipscale.common.record import Metrics, Results
 from clipscale.common.signals import Poll, no_poll
 from clipscale.common.terminal import log_warning
 from clipscale.distributed.world import World
@@ -24,7 +24,7 @@ from clipscale.eval.encode import EvalEncoder
 from clipscale.eval.sets.item import EvalSet
 from clipscale.models.towers import ClipModel
 from clipscale.run_folder.paths import EVAL
-from clipscale.run_folder.records import read_evaluation
+from clipscale.run_folder.records import EvalRecord, read_evaluation
 from clipscale.run_folder.set_aside import read_or_set_aside
 
 

@@ -4,13 +4,13 @@ import shlex
 from collections.abc import Mapping
 from pathlib import Path
 
-from clipscale.common.record import RunResult
 from clipscale.common.terminal import log_line
 from clipscale.eval.published import published_line
 from clipscale.eval.run import ResultsFile
 from clipscale.log.table import print_results, with_start
 from clipscale.run_folder.chosen_checkpoint import BestFinder
 from clipscale.run_folder.paths import checkpoints_of, step_of
+from clipscale.run_folder.records import RunResult
 
 
 def print_summary(

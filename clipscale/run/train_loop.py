@@ -12,7 +12,7 @@ from itertools import count
 from pathlib import Path
 
 from clipscale.checkpoint import CheckpointDescription, Saver
-from clipscale.common.record import Results, RunResult
+from clipscale.common.record import Results
 from clipscale.common.signals import Poll
 from clipscale.common.terminal import show_task
 from clipscale.config.stages import Stage
@@ -25,7 +25,7 @@ from clipscale.run.run_lock import RunLock
 from clipscale.run.signal_poller import SignalPoller
 from clipscale.run.step_records import StepRecords
 from clipscale.run.stopping import COPY_WITHIN_S
-from clipscale.run_folder.records import StepRecord
+from clipscale.run_folder.records import RunResult, StepRecord
 from clipscale.step.checkpoint_state import gather_checkpoint_state
 from clipscale.step.compiled import eager_for_new_shapes
 from clipscale.step.optim import Schedule

@@ -1,4 +1,4 @@
-"""The records of a run: the files beside its checkpoints in one table, and their readers. Imports nothing heavy."""
+"""The records of a run: a table of the files beside its checkpoints, their types and readers. Imports nothing heavy."""
 
 import json
 import re
@@ -9,7 +9,7 @@ from typing import TypedDict, cast
 
 from clipscale.common import files
 from clipscale.common.errors import UserError
-from clipscale.common.record import EvalRecord, Record, RunResult
+from clipscale.common.record import Record, Results
 from clipscale.run_folder.paths import CONFIG, ENVIRONMENT, EVAL, METRICS, RESULT
 
 
@@ -43,7 +43,7 @@ RUN_RECORDS = (
 )
 
 
-# ---- settings and results ----
+# ---- settings ----
 
 
 def written_settings(run_dir: Path) -> Record:
@@ -57,6 +57,19 @@ def settings_of_run(run_dir: Path) -> Record:
     path = run_dir / CONFIG
     with files.damage_to_user_error("the run's", path, "start the run again, which sets it aside, or move it away"):
         return files.read_record(path)
+
+
+# ---- evaluations and the result ----
+
+
+class EvalRecord(TypedDict):
+    """The file of an evaluation, eval/step_N.json."""
+
+    # None if the weights belong to no step.
+    step: int | None
+    results: Results
+    # What each set's results belong to: its images, versions, the precision.
+    measured: dict[str, dict[str, object]]
 
 
 def read_evaluation(path: Path) -> EvalRecord:
@@ -79,6 +92,19 @@ def read_evaluations(run_dir: Path) -> list[EvalRecord]:
             step = int(file.stem.removeprefix("step_"))
             records.append((step, {**read_evaluation(file), "step": step}))
     return [record for _, record in sorted(records, key=itemgetter(0))]
+
+
+class RunResult(TypedDict):
+    """The result of a complete run, which `train` returns and result.json holds."""
+
+    # The run's folder.
+    run: str
+    # Completed steps.
+    step: int
+    # The last step's loss.
+    loss: float
+    # The results of the last evaluation.
+    eval: Results
 
 
 def read_result(path: Path) -> RunResult:

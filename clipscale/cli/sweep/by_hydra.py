@@ -30,13 +30,13 @@ from clipscale.common import files
 from clipscale.common.errors import StoppedError, UserError, one_line, to_user_error
 from clipscale.common.goal import Goal
 from clipscale.common.output import ignore_output_errors, prepare_output
-from clipscale.common.record import RunResult
 from clipscale.common.terminal import RUN_LABEL, print_failure, print_line
 from clipscale.common.text import counted, one_of
 from clipscale.config.presets import conf_dir
 from clipscale.config.train_config import TrainConfig
 from clipscale.run.stopping import SAME_CTRL_C_S, effective_signal, handling_signals, stop_message
 from clipscale.run_folder.paths import RESULT
+from clipscale.run_folder.records import RunResult
 
 # Signals that come to the whole group of processes; the others are passed on to the children.
 TO_GROUP = (signal.SIGINT, signal.SIGHUP)

@@ -19,10 +19,10 @@ from clipscale.cli.compose import compose_settings, one_line_error
 from clipscale.cli.sweep.plugins import Plugins
 from clipscale.common.errors import UserError
 from clipscale.common.files import file_name, unused_path
-from clipscale.common.record import RunResult
 from clipscale.config.train_config import TrainConfig
 from clipscale.launch.failures import WorkerError
 from clipscale.run_folder.paths import checkpoints_of, run_folder
+from clipscale.run_folder.records import RunResult
 
 # Errors that end a run, and not its sweep. StoppedError is a UserError, but ends both.
 FAILURES = (UserError, OSError, WorkerError)

@@ -8,13 +8,13 @@ from pathlib import Path
 
 from clipscale.common import files
 from clipscale.common.errors import UserError
-from clipscale.common.record import EvalRecord, Record
+from clipscale.common.record import Record
 from clipscale.common.text import printable
 from clipscale.config.parse import as_typed
 from clipscale.config.setting import flatten
 from clipscale.eval.published import published_line
 from clipscale.run_folder.paths import ENVIRONMENT, METRICS, existing_run, run_folder, runs_of_sweep
-from clipscale.run_folder.records import StepRecord, read_evaluations, read_metrics, settings_of_run
+from clipscale.run_folder.records import EvalRecord, StepRecord, read_evaluations, read_metrics, settings_of_run
 
 
 @dataclass
