@@ -12,6 +12,7 @@ from clipscale.common.errors import UserError
 from clipscale.common.record import Results
 from clipscale.config.sections import SUITES, EvalConfig
 from clipscale.eval.classification import ClassificationSet
+from clipscale.eval.set_paths import check_set_paths
 from clipscale.eval.sets import prompts
 from clipscale.eval.sets.item import EvalSet
 from clipscale.eval.sets.known import KnownSet, known_sets
@@ -26,8 +27,10 @@ def load_chosen_sets(config: EvalConfig) -> list[EvalSet]:
 
     Their results are marked with the limit, and with `ema` where the averaged weights are evaluated.
     """
+    check_set_paths(config)
     sets = load_sets(config.sets)
     if config.suite != "none":
+        assert config.root is not None  # `check_set_paths` refuses a suite without it
         sets += suite_sets(config.suite, config.root)
     names = [eval_set.name for eval_set in sets]
     for name in names:
@@ -41,13 +44,11 @@ def load_chosen_sets(config: EvalConfig) -> list[EvalSet]:
 
 
 @cache
-def suite_sets(suite: str, root: str | None) -> list[EvalSet]:
+def suite_sets(suite: str, root: str) -> list[EvalSet]:
     """The sets of a suite in the folder `root`, under the suite's names. The log names the sets that are missing.
 
     Raises UserError if there are none, and for a set that cannot be used.
     """
-    if root is None:
-        raise UserError(f"eval.suite={suite} needs eval.root=DIR, the folder with its sets")
     entries = [known_sets()[name] for name in SUITES[suite]["sets"]]
     folders = [entry.find(Path(root).expanduser().absolute()) for entry in entries]
     sets = [_known_set(entry, folder) for entry, folder in zip(entries, folders) if folder]

@@ -399,7 +399,6 @@ def test_paths_that_are_no_set_are_refused(tmp_path: Path) -> None:
     for name in ("a.tar.gz", "a.tgz", "a.tar"):  # beside a shard that could be read, too
         pair_set(tmp_path / name).joinpath(name).write_bytes(gzip.compress(b"x"))
     for name, message in {
-        "nowhere": "does not exist",
         "empty": "none of the known layouts",
         **dict.fromkeys(("a.tar.gz", "a.tgz", "a.tar"), "/a.t.* is gzipped.* gunzip it"),
         "set/test": r"nothing to evaluate: 6 no_caption; fetch",

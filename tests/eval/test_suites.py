@@ -80,7 +80,9 @@ def test_a_root_without_sets_is_refused_in_one_line(tmp_path: Path) -> None:
     with refused(message):
         suite_sets("vtab", str(tmp_path))
     with refused(r"eval\.suite=vtab needs eval\.root=DIR"):
-        suite_sets("vtab", None)
+        load_chosen_sets(EvalConfig(suite="vtab"))
+    with refused(r"eval\.sets: /nowhere does not exist"):
+        load_chosen_sets(EvalConfig(sets=["/nowhere"]))
     infcl(tmp_path)
     with refused(r"two sets, .*infcl-table3, are called objectnet; leave one out"):
         load_chosen_sets(EvalConfig(suite="infcl-table3", root=str(tmp_path), sets=[str(tmp_path / "objectnet")]))

@@ -25,7 +25,7 @@ NO_NAMES = {"data", "dev", "eval", "holdout", "images", "train", *HELD_OUT}
 def load_sets(paths: Sequence[str]) -> list[EvalSet]:
     """Load the sets of `eval.sets`. Each is named after its folder, and its parent if the folder is in NO_NAMES.
 
-    Loaded sets are cached. Raises UserError for a set that is missing, empty or inconsistent.
+    Loaded sets are cached. Their paths exist. Raises UserError for a set that is empty or inconsistent.
     """
     sets = []
     for name in paths:
@@ -46,8 +46,6 @@ def _name(path: Path) -> str:
 def load_set(path: Path) -> EvalSet:
     """Recognise the layout of `path` and load the set. Raises UserError, whatever is wrong with its files."""
     with to_user_error(f"eval.sets: {path} cannot be read", "; fetch it again"):
-        if not path.exists():
-            raise UserError(f"eval.sets: {path} does not exist; give the folder of a set, or a caption file")
         if path.is_file() and path.suffix != ".json":
             raise UserError(f"eval.sets: {path} is not a caption file (.json); give the set's folder, unpacked")
         loaded = caption_files.load(path) if path.is_file() else _load_folder(path)
