@@ -45,22 +45,11 @@ def compose_settings(name: str, words: Sequence[str], config_dir: str | None = N
     verb = VERBS[name]
     if config_dir and not Path(config_dir).is_dir():
         raise UserError(f"--config-dir {config_dir}: there is no such folder; it holds experiment/NAME.yaml")
-    declared = settings_of(verb.settings)
-    trains = settings_of(TrainConfig)
-    groups = default_choices(verb.conf)
     changes = values_of_presets(words, config_dir)
     for word in words:
-        key, _, value = word.partition("=")
-        if removal := removal_message(f"{key}={value.strip(QUOTES)}", name):
-            raise UserError(removal)
-        if is_in_dictionary(key, verb.settings):
-            word = f"++{word}"  # new keys
-        elif key not in declared and key not in groups:
-            meant = ALIASES.get(key, key).partition("=")[0]
-            if is_known_key(trains, meant) and not is_known_key(declared, meant):
-                raise UserError(f"{key}: {name} does not use it; `clipscale {name} --help` lists what it uses")
-            raise UserError(unknown_key(key, [*declared, *groups], name))
-        changes.append(word)
+        check_key(name, word)
+        is_new_key = is_in_dictionary(word.partition("=")[0], verb.settings)
+        changes.append(f"++{word}" if is_new_key else word)
     if config_dir:
         changes.append(f"hydra.searchpath=[file://{Path(config_dir).resolve()}]")
     try:
@@ -68,7 +57,8 @@ def compose_settings(name: str, words: Sequence[str], config_dir: str | None = N
     except HYDRA_ERRORS as error:
         raise one_line_error(error) from error
     # Presets may set what this verb does not use, such as settings of training in data=demo.
-    values = dataclass_from(verb.settings, tree, ignored=trains.keys() - declared)
+    ignored = settings_of(TrainConfig).keys() - settings_of(verb.settings)
+    values = dataclass_from(verb.settings, tree, ignored=ignored)
     if not hasattr(values, "model"):
         return values
     chosen = any(re.match(r"[+]*model(\.name|\.architecture.*)?=", word) for word in words)
@@ -134,6 +124,22 @@ def demo_folder() -> str:
 with warnings.catch_warnings(action="ignore"):  # about changes in Hydra 1.5 and after OmegaConf 2.4
     OmegaConf.register_new_resolver("demo", demo_folder, replace=True)
     OmegaConf.register_new_resolver("oc.env", from_environment, replace=True)
+
+
+def check_key(name: str, word: str) -> None:
+    """Raise UserError for a word KEY=VALUE whose key or value the verb does not have."""
+    key, _, value = word.partition("=")
+    if removal := removal_message(f"{key}={value.strip(QUOTES)}", name):
+        raise UserError(removal)
+    verb = VERBS[name]
+    declared = settings_of(verb.settings)
+    groups = default_choices(verb.conf)
+    if key in declared or key in groups or is_in_dictionary(key, verb.settings):
+        return
+    meant = ALIASES.get(key, key).partition("=")[0]
+    if is_known_key(settings_of(TrainConfig), meant) and not is_known_key(declared, meant):
+        raise UserError(f"{key}: {name} does not use it; `clipscale {name} --help` lists what it uses")
+    raise UserError(unknown_key(key, [*declared, *groups], name))
 
 
 def one_line_error(error: Exception) -> UserError:

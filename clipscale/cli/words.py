@@ -58,20 +58,6 @@ def parse_flags(name: str, argv: Sequence[str]) -> Namespace:
     return parser.parse_intermixed_args(argv)
 
 
-def answer_to_flag(name: str, flag: str) -> str:
-    """The answer to a flag that a verb does not have, from the setting of the same name."""
-    key = flag.lstrip("-").partition("=")[0].replace("-", "_")
-    names = [*settings_of(VERBS[name].settings), *default_choices(VERBS[name].conf)]
-    if key in names:
-        return f"write {key}=..."
-    meant = did_you_mean(flag, FLAGS)
-    return (
-        f"unknown flag{meant}"
-        if meant and key not in {*ALIASES, *ABSENT["open_clip"]}
-        else unknown_key(key, names, name)
-    )
-
-
 def overrides_of(name: str, words: Iterable[str], *, sweep: bool = False) -> tuple[list[str], list[str]]:
     """The plain words, for a verb that takes some, and all other words as Hydra's overrides. Raises UserError.
 
@@ -119,6 +105,44 @@ def is_hydra_setting(word: str) -> bool:
     return bool(re.match(r"\+*hydra[./]", word))
 
 
+def quote_values(key: str, text: str, *, sweep: bool) -> str:
+    """The value with its texts in quotes: braces, colons and numbers mean something to Hydra.
+
+    A list stays a list, and in a `sweep` several values stay several. What Hydra cannot read so becomes one text.
+    """
+    if sweep and FUNCTION.fullmatch(text):
+        return text
+    if not (sweep or text.startswith("[")):
+        return quote(text)
+    values = TEXT.sub(lambda match: quote(match[0].strip()), text)
+    try:
+        OverridesParser.create().parse_override(f"{key}={values}")
+    except HydraException:
+        return quote(text)
+    return values
+
+
+def quote(text: str) -> str:
+    """A text in quotes, if it is not null, quoted, or an interpolation."""
+    if text in ("", "null") or text.startswith(("'", '"', "${")):
+        return text
+    return "'" + text.replace("'", "\\'") + "'"
+
+
+def answer_to_flag(name: str, flag: str) -> str:
+    """The answer to a flag that a verb does not have, from the setting of the same name."""
+    key = flag.lstrip("-").partition("=")[0].replace("-", "_")
+    names = [*settings_of(VERBS[name].settings), *default_choices(VERBS[name].conf)]
+    if key in names:
+        return f"write {key}=..."
+    meant = did_you_mean(flag, FLAGS)
+    return (
+        f"unknown flag{meant}"
+        if meant and key not in {*ALIASES, *ABSENT["open_clip"]}
+        else unknown_key(key, names, name)
+    )
+
+
 def check_word(name: str, word: str) -> None:
     """Raise UserError for a word that is not a setting of this verb."""
     key, equals, value = word.lstrip("+").partition("=")
@@ -151,27 +175,3 @@ def check_repeated(key: str, value: str, later: str, *, braces: bool, sweep: boo
         )
     if is_main_rank():
         print_line(f"{key}={later} counts, the last one, and not {key}={value} before it", error=True)
-
-
-def quote_values(key: str, text: str, *, sweep: bool) -> str:
-    """The value with its texts in quotes: braces, colons and numbers mean something to Hydra.
-
-    A list stays a list, and in a `sweep` several values stay several. What Hydra cannot read so becomes one text.
-    """
-    if sweep and FUNCTION.fullmatch(text):
-        return text
-    if not (sweep or text.startswith("[")):
-        return quote(text)
-    values = TEXT.sub(lambda match: quote(match[0].strip()), text)
-    try:
-        OverridesParser.create().parse_override(f"{key}={values}")
-    except HydraException:
-        return quote(text)
-    return values
-
-
-def quote(text: str) -> str:
-    """A text in quotes, if it is not null, quoted, or an interpolation."""
-    if text in ("", "null") or text.startswith(("'", '"', "${")):
-        return text
-    return "'" + text.replace("'", "\\'") + "'"
