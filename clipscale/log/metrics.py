@@ -20,7 +20,7 @@ from clipscale.log.table import FIGURES
 from clipscale.log.warnings import WARM_UP_STEPS, WINDOW_STEPS, warnings_of
 from clipscale.run_folder.paths import CONFIG, ENVIRONMENT, METRICS
 from clipscale.run_folder.records import StepRecord, parsed_lines
-from clipscale.run_folder.set_aside import rename_damaged, rename_misplaced_folders
+from clipscale.run_folder.set_aside import rename_damaged
 
 # Least number of seconds between two console lines.
 PAUSE_S = 10.0
@@ -45,7 +45,9 @@ def open_log(
     is_training = total is None or resume_step < total
     path = run_dir / METRICS
     run_dir.mkdir(parents=True, exist_ok=True)
-    rename_misplaced_folders(run_dir / name for name in (METRICS, ENVIRONMENT, CONFIG))
+    for record_path in (path, run_dir / ENVIRONMENT, run_dir / CONFIG):
+        if record_path.is_dir():
+            rename_damaged(record_path, "a folder")
     records, damaged = parsed_lines(path) if resume_step else ([], 0)
     records = [record for record in records if record["step"] <= resume_step]
     if damaged:

@@ -6,7 +6,7 @@ import logging
 import re
 import secrets
 import shutil
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import TypeVar
@@ -39,13 +39,6 @@ def rename_damaged(path: Path, reason: str) -> None:
     aside = path.with_name(f"{path.name}.{secrets.token_hex(4)}.damaged")
     path.rename(aside)
     log.warning("%s is damaged (%s); it is now %s, and the run continues", path, reason, aside.name)
-
-
-def rename_misplaced_folders(paths: Iterable[Path]) -> None:
-    """Rename folders that are in the place of records."""
-    for path in paths:
-        if path.is_dir():
-            rename_damaged(path, "a folder")
 
 
 # ---- an earlier run, and later steps ----

@@ -95,11 +95,12 @@ def compose_runs(words: list[str], config_dir: str | None, plugins: Plugins | No
         config = compose_settings("train", combination, config_dir, in_sweep=name)
         by_settings[repr(config)] = (name, config)
     names, configs = zip(*by_settings.values())
-    folder = folder_of_sweep(configs[0].run)
+    run = configs[0].run
+    folder = run_folder(run) if run else unused_path(Path("runs") / f"{datetime.now():sweep-%Y%m%d-%H%M%S}")
     shared = {name for name in names if names.count(name) > 1}
     if shared:
         raise UserError(f"-m: several runs would share the folder {folder / min(shared)}; give them one by one")
-    missing = [] if configs[0].run else [shlex.quote(f"run={folder}")]  # without it, another sweep would begin
+    missing = [] if run else [shlex.quote(f"run={folder}")]  # without it, another sweep would begin
     if any(config.resume == "none" for config in configs):
         missing.append("resume=auto")
     advice = f"the same command{' with ' if missing else ''}{' '.join(missing)} resumes it"
@@ -113,11 +114,6 @@ def check_one_name(choices: Sequence[Sequence[str]]) -> None:
         key, _, first = values[0].partition("=")
         if key == "run" and len(set(values)) > 1:
             raise UserError(f"run={first},...: a sweep has one folder, with one for each run in it; give one run=NAME")
-
-
-def folder_of_sweep(run: str) -> Path:
-    """The folder of a sweep that is called `run`, or has no name."""
-    return run_folder(run) if run else unused_path(Path("runs") / f"{datetime.now():sweep-%Y%m%d-%H%M%S}")
 
 
 def choices_of(words: Sequence[str], *, takes_intervals: bool = False) -> list[list[str]]:
