@@ -122,7 +122,7 @@ def test_files_that_a_file_opens_by_naming_are_in_its_folder_or_have_their_path(
 READS_SETTINGS = {
     "clipscale.config.train_config": ["cli/*", "config/*", "launch/local.py", "start/*", "tools/*", "train.py"],
     "clipscale.config.data": ["config/*", "data/*", "start/*", "tools/*"],
-    "clipscale.config.model": ["config/*", "launch/local.py", "models/*", "start/*", "tools/*"],
+    "clipscale.config.model": ["config/*", "models/*", "start/*", "tools/*"],
     "clipscale.config.run_model": ["cli/*", "config/*", "tools/*"],
     "clipscale.config.checks": ["cli/*", "config/*", "launch/local.py", "start/*", "tools/*"],
     "clipscale.config.config_file": ["cli/*", "config/*", "start/*", "tools/*"],

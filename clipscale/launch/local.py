@@ -23,7 +23,6 @@ from clipscale.common.output import ignore_output_errors, prepare_output
 from clipscale.common.signals import SIGNALS, blocked, set_signal_of_parents_end
 from clipscale.config.checks import check_divisible
 from clipscale.config.libraries import hidden_packages, unneeded_packages
-from clipscale.config.model import ModelConfig
 from clipscale.config.sections import LaunchConfig
 from clipscale.config.train_config import TrainConfig
 from clipscale.data.loader.fork_server import warm_up
@@ -92,10 +91,11 @@ def launch(
 
 
 def imported_main(name: str, config: LaunchSettings) -> Callable[[LaunchSettings], object]:
-    """The function of this name. Its import does not find slow packages that the configured model does not need."""
-    model = config.model if isinstance(config, TrainConfig) else ModelConfig("")
-    fetches = bool(model.weight_settings)
-    with hidden_packages(*unneeded_packages(model.description, fetches=fetches)):
+    """The function of this name. In training its import does not find slow packages that the model does not need."""
+    unneeded = []
+    if isinstance(config, TrainConfig):
+        unneeded = unneeded_packages(config.model.description, fetches=bool(config.model.weight_settings))
+    with hidden_packages(*unneeded):
         return cast(Callable[[LaunchSettings], object], resolve_name(name))
 
 
