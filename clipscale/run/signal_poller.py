@@ -5,7 +5,6 @@ import os
 import signal
 import time
 from contextlib import ExitStack, suppress
-from typing import NamedTuple
 
 from clipscale.distributed.world import AsyncReduction, World
 from clipscale.run.stopping import SAME_CTRL_C_S, SignalError, effective_signal, handling_signals
@@ -16,15 +15,6 @@ VOTE_S = 0.25
 MAX_CALLS = 256
 # A rank that waits asks this often, in seconds, whether another rank has a signal.
 ASK_EVERY_S = 0.5
-
-
-class Vote(NamedTuple):
-    """A rank's message to the others, or the outcome for all ranks."""
-
-    # The last signal; 0: none has come. The outcome is the highest number.
-    signal: int
-    # The calls of `poll` from this vote to the next. The outcome is the lowest number.
-    interval: int
 
 
 def next_interval(elapsed: float, calls: int) -> int:
@@ -46,7 +36,8 @@ class SignalPoller:
         self.signum = 0
         self._world = world
         self._came_at = 0.0
-        # The vote that was begun last, if any, and the time when it began.
+        # The vote that was begun last, if any, and the time when it began. A rank sends its last signal and proposes an
+        # interval. The highest signal and the lowest interval are the outcome.
         self._vote: AsyncReduction | None = None
         self._voted_at = time.monotonic()
         # Calls of `poll` from the last vote to the next, and how many of them are left.
@@ -99,23 +90,13 @@ class SignalPoller:
             return 0
         now = time.monotonic()
         proposed = 1 if every_call else next_interval(now - self._voted_at, self._interval)
-        outcome = self._read_vote()
-        self._begin_vote(Vote(self.signum, proposed))
+        signum, opposite = self._vote.values() if self._vote else (0, -1)
+        # The reduction is a maximum. The interval is sent with the opposite sign, so that the lowest one wins.
+        self._vote = self._world.all_reduce_max_async(self.signum, -proposed)
         self._voted_at = now
-        self._interval = 1 if every_call else outcome.interval
+        self._interval = 1 if every_call else -opposite
         self._calls_left = self._interval
-        return outcome.signal
-
-    def _begin_vote(self, vote: Vote) -> None:
-        """Begin the all-reduce of a vote. It is a maximum, so the interval is sent with the opposite sign."""
-        self._vote = self._world.all_reduce_max_async(vote.signal, -vote.interval)
-
-    def _read_vote(self) -> Vote:
-        """Wait for the outcome of the vote that was begun last."""
-        if not self._vote:
-            return Vote(0, 1)
-        signum, opposite = self._vote.values()
-        return Vote(signum, -opposite)
+        return signum
 
     def _record(self, signum: int, _: object) -> None:
         """Record a signal. At a first Ctrl-C rank 0 prints what it does."""
