@@ -7,7 +7,7 @@ K: different pairs, G: groups of equal candidates.
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import ClassVar, NamedTuple
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -69,26 +69,22 @@ class HashedReads:
         return torch.tensor([self._hashes.get(index, 0) for index in span], dtype=torch.int64)
 
 
-class UsableImages(NamedTuple):
-    """The usable images of a set, gathered from all ranks."""
+def gather_usable(
+    batches: list[ImageBatch], reads: HashedReads, count: int, encoder: EvalEncoder
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The usable images of a set, gathered from all ranks. A collective.
 
-    # (N,) int64: each image's index in the set.
-    places: Tensor
-    # (N, D)
-    features: Tensor
-    # (N,) int64: equal for equal files.
-    hashes: Tensor
+    `batches`: this rank's. `count`: the number of images in the set.
 
-    @classmethod
-    def gather(cls, batches: list[ImageBatch], reads: HashedReads, count: int, encoder: EvalEncoder) -> "UsableImages":
-        """Gather them. A collective. `batches`: this rank's. `count`: the number of images in the set."""
+    Returns each image's index in the set, (N,) int64; features (N, D); hashes, (N,) int64, equal for equal files.
+    """
 
-        def gathered(rows: list[Tensor]) -> Tensor:
-            return gather_batches(rows, count, encoder.batch_size, encoder.world)
+    def gathered(rows: list[Tensor]) -> Tensor:
+        return gather_batches(rows, count, encoder.batch_size, encoder.world)
 
-        hashes = gathered([reads.hashes(span).to(encoder.world.device) for span, _, _ in batches])
-        index_N = gathered([usable.byte() for _, _, usable in batches]).nonzero()[:, 0]
-        return cls(index_N, gathered([features for _, features, _ in batches])[index_N], hashes[index_N])
+    hashes = gathered([reads.hashes(span).to(encoder.world.device) for span, _, _ in batches])
+    index_N = gathered([usable.byte() for _, _, usable in batches]).nonzero()[:, 0]
+    return index_N, gathered([features for _, features, _ in batches])[index_N], hashes[index_N]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,7 +107,7 @@ class RetrievalSet(EvalSet):
         reads = HashedReads(self.read)
         broken: Counter[str] = Counter()
         batches = [*self.encode_pictures(encoder, broken, reads.read, meter.add if meter else None)]
-        index_N, images_ND, hash_N = UsableImages.gather(batches, reads, len(self), encoder)
+        index_N, images_ND, hash_N = gather_usable(batches, reads, len(self), encoder)
         captions = [(text, image) for image, index in enumerate(index_N.tolist()) for text in self.answers[index]]
         captions_MD = encoder.encode_texts([text for text, _ in captions])
         device = encoder.world.device
