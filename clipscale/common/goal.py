@@ -9,27 +9,10 @@ from clipscale.common.errors import UserError
 LOWER_IS_BETTER = ("loss", "caption_loss", "perplexity", "broken")
 
 
-class SetLabel(NamedTuple):
-    """The parts of the name of a set's results, `FOLDER/NAME (MARK) (MARK)`."""
-
-    # The folders, then the name.
-    path: tuple[str, ...]
-    marks: tuple[str, ...]
-
-    @classmethod
-    def parse(cls, label: str) -> Self:
-        path, *marks = label.split(" (")
-        return cls(tuple(path.split("/")), tuple(mark.removesuffix(")") for mark in marks))
-
-    def matches(self, short: "SetLabel") -> bool:
-        """Whether `short` names this set. It may leave out the first folders and the last marks."""
-        return self.path[-len(short.path) :] == short.path and self.marks[: len(short.marks)] == short.marks
-
-
 class Goal(NamedTuple):
     """A metric on a set, `SET/METRIC` as in RUN/eval/step_N.json, by which checkpoints or runs are compared."""
 
-    # The set's name. It may leave out the first folders and the last marks; see `SetLabel.matches`.
+    # The set's name. It may leave out the first folders and the last marks; see `names_set`.
     label: str
     metric: str
 
@@ -51,8 +34,7 @@ class Goal(NamedTuple):
 
     def possible_sets(self, labels: Iterable[str]) -> list[str]:
         """All sets that the goal may mean."""
-        short = SetLabel.parse(self.label)
-        return [label for label in labels if SetLabel.parse(label).matches(short)]
+        return [label for label in labels if names_set(self.label, label)]
 
     def shortest_match(self, labels: Iterable[str]) -> str | None:
         """The possible set with the shortest label; None if there is none. `check_evaluated` refuses several."""
@@ -69,3 +51,14 @@ class Goal(NamedTuple):
             what = "several such sets are" if found else "no such set is"
             names = ", ".join(found or [*labels, *sized])
             raise UserError(f"{key}={self}: {what} evaluated; give SET/METRIC of {names}")
+
+
+def names_set(name: str, label: str) -> bool:
+    """Whether a name means the set whose results have this label, `FOLDER/NAME (MARK) (MARK)`.
+
+    A name may leave out the first folders and the last marks.
+    """
+    path, *marks = name.split(" (")
+    folders = path.split("/")
+    path_of_set, *marks_of_set = label.split(" (")
+    return path_of_set.split("/")[-len(folders) :] == folders and marks_of_set[: len(marks)] == marks
