@@ -38,9 +38,9 @@ def stage_setting(section: type[Section], name: str) -> Any:
 
 @dataclass(frozen=True)
 class StageConfig:
-    """One stage. A setting that it does not give has the run's value."""
+    """One stage. It has a length of its own. Any other setting that it does not give has the run's value."""
 
-    samples: int | Unset | None = setting(UNSET, "Length of the stage in pairs.", least=1)
+    samples: int | None = setting(None, "Length of the stage in pairs.", least=1)
     batch: int | Unset = setting(UNSET, "Pairs per optimizer step, over all processes.", least=1)
     image_size: int | Unset | None = stage_setting(ModelConfig, "image_size")
     context_length: int | Unset | None = stage_setting(ModelConfig, "context_length")
@@ -54,11 +54,6 @@ class StageConfig:
         "What becomes of the optimizer's state: `continue` or `restart`.",
         choices=(OptimizerPolicy.TAKE_FITTING.value, OptimizerPolicy.TAKE_NONE.value),
     )
-
-    @property
-    def length(self) -> int | None:
-        """The stage's samples; None if it has no length of its own."""
-        return None if self.samples is UNSET else self.samples
 
     @property
     def policy(self) -> OptimizerPolicy:

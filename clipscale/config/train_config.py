@@ -100,7 +100,7 @@ class TrainConfig:
     def total_samples(self) -> int | None:
         """The samples of all stages of the run; without stages, `samples`. Raises UserError if the lengths contradict
         each other."""
-        lengths = [stage.length for stage in self.stages]
+        lengths = [stage.samples for stage in self.stages]
         if not lengths:
             return self.samples
         own_lengths = [length for length in lengths if length is not None]
