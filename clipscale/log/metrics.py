@@ -35,14 +35,14 @@ def open_log(
     settings: str,
     resume_step: int = 0,
     world_size: int = 1,
-    total: int | None = None,
+    total: int,
 ) -> "MetricLog":
     """Write `env.json` and `config.yaml` into the run's folder, and open its `metrics.jsonl` and the sinks.
 
     `settings`: as YAML. `resume_step`: the interrupted run's lines of later steps are removed. `total`: steps of the
     run; if none are left, `env.json` and `config.yaml` stay as they are.
     """
-    is_training = total is None or resume_step < total
+    is_training = resume_step < total
     path = run_dir / METRICS
     run_dir.mkdir(parents=True, exist_ok=True)
     for record_path in (path, run_dir / ENVIRONMENT, run_dir / CONFIG):
@@ -64,7 +64,7 @@ def open_log(
 class MetricLog:
     """The log of one run, on rank 0: `metrics.jsonl`, console and sinks. `open_log` opens it."""
 
-    def __init__(self, lines: RetryingLines, sinks: Sinks, *, every: int = 1, total: int | None = None) -> None:
+    def __init__(self, lines: RetryingLines, sinks: Sinks, *, every: int, total: int) -> None:
         """`lines`: `metrics.jsonl`. `every`: steps between console lines. `total`: steps of the run."""
         self.every = every
         self.total = total
@@ -91,7 +91,7 @@ class MetricLog:
         self._lines.append(json.dumps(finite) + "\n")
         now = time.monotonic()
         time_left = None
-        if self.total and self._times:
+        if self._times:
             pace = (now - self._times[0]) / len(self._times)
             time_left = duration(pace * (self.total - record["step"]))
         self._times.append(now)

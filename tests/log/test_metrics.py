@@ -35,7 +35,7 @@ def printed(capsys: Capture) -> list[str]:
 
 
 def open_log(run: Path, **options: Any) -> MetricLog:
-    return metrics.open_log(run, settings=SETTINGS, **options)
+    return metrics.open_log(run, settings=SETTINGS, **{"total": 1000} | options)
 
 
 def logged(run: Path, steps: Iterable[int], options: dict[str, Any] | None = None, **fields: object) -> str:
@@ -97,7 +97,7 @@ def test_resuming_cuts_off_what_lies_beyond_and_a_torn_last_line(tmp_path: Path)
 
 
 def test_console_lines_are_greppable_whole_and_plain(tmp_path: Path, capsys: Capture) -> None:
-    with closing(open_log(tmp_path)) as log:
+    with closing(open_log(tmp_path, total=3)) as log:
         log.log_step(record(1, loss=math.nan, grad_norm=math.inf, data_wait_frac=0.0, step_s=0.5, mem_peak_bytes=2**33))
         log.log_evaluation(1, {"a:set": {"top1": 0.5, "images": 10}})
         log.log_step(record(2, data_wait_frac=0.3, broken=2))
@@ -107,8 +107,8 @@ def test_console_lines_are_greppable_whole_and_plain(tmp_path: Path, capsys: Cap
     assert lines == [
         "step=1 loss=nan lr=1.0e-03 grad=inf rate=440",
         "eval step=1 set=a:set top1=0.5000",
-        "step=2 loss=2.5000 lr=1.0e-03 rate=440 wait=30% broken=2",  # the newest step, before what is said of it
-        "step=3 loss=1.6667 lr=1.0e-03 rate=440",
+        "step=2 loss=2.5000 lr=1.0e-03 rate=440 left=0m00s wait=30% broken=2",  # before its evaluation
+        "step=3 loss=1.6667 lr=1.0e-03 rate=440 left=0m00s",
     ]
     line, *_ = (tmp_path / "metrics.jsonl").read_text().splitlines()
     back = json.loads(line, parse_constant=pytest.fail)  # NaN and Infinity are no JSON

@@ -39,7 +39,7 @@ def test_a_clock_that_stands_still_ends_no_run(tmp_path: Path, monkeypatch: pyte
 def logged(folder: Path, scalars: StepScalars) -> StepRecord:
     """The record of a step with these scalars, from the log in the folder."""
     stream, flops = Mock(record=dict), Mock(utilisation=lambda *_: None)
-    records = StepRecords(open_log(folder), 1, flops, stream)
+    records = StepRecords(open_log(folder, total=1000), 1, flops, stream)
     timer = StepTimer(torch.device("cpu"))
     with timer("encode"):
         pass
