@@ -5,6 +5,7 @@ import socket
 from contextlib import suppress
 
 from clipscale.common.errors import UserError
+from clipscale.common.ranks import in_this_process
 from clipscale.common.terminal import print_line, show_task
 from clipscale.tools.explore.search import load_matching, open_explorer
 from clipscale.tools.explore.settings import ExploreConfig
@@ -12,7 +13,7 @@ from clipscale.tools.explore.settings import ExploreConfig
 
 def check(config: ExploreConfig) -> None:
     """`--check`: read the model and the features, and print what was found. Raises UserError if they do not match."""
-    _, title, embedded = load_matching(config, on_rank0=lambda work: work())
+    _, title, embedded = load_matching(config, on_rank0=in_this_process)
     print_line(f"checked, and nothing is started: features of {len(embedded)} samples by {title}")
 
 
