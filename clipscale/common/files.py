@@ -1,4 +1,4 @@
-"""Writes files whole or not at all, names new files, and turns errors of files into one line."""
+"""Writes files whole or not at all, reads them, turns their errors into one line, and finds and names folders."""
 
 import fcntl
 import json
@@ -38,9 +38,7 @@ UNFINISHED_END = r"-[0-9a-f]{16}\.tmp"
 LEFT_BY_SYSTEMS = {"__MACOSX", "@eaDir", "Thumbs.db", "desktop.ini", "lost+found"}
 
 
-def unfinished_name(name: str) -> str:
-    """A name that no other file has, for a file that is not finished: `.NAME-HEX.tmp`."""
-    return f".{name}-{secrets.token_hex(8)}.tmp"
+# ---- write ----
 
 
 @contextmanager
@@ -61,35 +59,18 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
         raise
 
 
-@contextmanager
-def locked(path: Path) -> Iterator[IO[str]]:
-    """Wait for the lock of a file, and hold it. Makes the file. Without effect on a file system without locks."""
-    with path.open("a") as file:
-        with suppress(OSError):
-            fcntl.flock(file, fcntl.LOCK_EX)
-        yield file
+def write_text(path: Path, text: str) -> None:
+    with replacing(path) as file:
+        file.write(text.encode("utf-8", "backslashreplace"))  # names of files may hold bytes that are no UTF-8
 
 
-def unused_path(folder: Path) -> Path:
-    """The folder, or if it exists, the first free one with a number appended."""
-    numbered = (folder.with_name(f"{folder.name}-{i}") for i in range(2, 10_000))
-    return next(path for path in chain([folder], numbered) if not path.exists())
+def write_json(path: Path, value: object) -> None:
+    write_text(path, json.dumps(value, indent=1) + "\n")
 
 
-def file_name(text: str, most: int = 100) -> str:
-    """A name of letters, digits and `_.,=+-`, of at most `most` characters: the text itself if possible.
-
-    Otherwise it ends in the text's CRC-32, so that different texts have different names.
-    """
-    name = re.sub(r"[^A-Za-z0-9_.,=+-]+", "-", text).strip("-.")
-    if name == text and len(name) <= most:
-        return name
-    return f"{name[: most - 9]}-{zlib.crc32(text.encode('utf-8', 'surrogatepass')):08x}"
-
-
-def user_cache() -> Path:
-    """The user's cache folder (XDG_CACHE_HOME is honoured)."""
-    return Path(platformdirs.user_cache_dir("clipscale", appauthor=False))
+def unfinished_name(name: str) -> str:
+    """A name that no other file has, for a file that is not finished: `.NAME-HEX.tmp`."""
+    return f".{name}-{secrets.token_hex(8)}.tmp"
 
 
 def sync(path: Path) -> None:
@@ -101,25 +82,16 @@ def sync(path: Path) -> None:
         os.close(fd)
 
 
-def wait_until_visible(path: Path, size: int, within_s: float) -> bool:
-    """Wait at most this many seconds for a file of this size. Returns whether it is there.
-
-    If another host has written it, a network file system may show the folder's earlier content for a while.
-    """
-    end = time.monotonic() + within_s
-    while True:
+@contextmanager
+def locked(path: Path) -> Iterator[IO[str]]:
+    """Wait for the lock of a file, and hold it. Makes the file. Without effect on a file system without locks."""
+    with path.open("a") as file:
         with suppress(OSError):
-            list(path.parent.iterdir())  # asks the server again
-            if path.stat().st_size == size:
-                return True
-        if time.monotonic() > end:
-            return False
-        time.sleep(0.2)
+            fcntl.flock(file, fcntl.LOCK_EX)
+        yield file
 
 
-def encoding_of(start: bytes) -> str:
-    """The encoding of a text: by its byte order mark, by the zero bytes of UTF-16 and UTF-32, else UTF-8."""
-    return json.detect_encoding(start)
+# ---- read ----
 
 
 def read_text(path: Path) -> str:
@@ -132,40 +104,13 @@ def read_text(path: Path) -> str:
     return path.read_text(encoding=encoding, errors="surrogateescape")
 
 
+def encoding_of(start: bytes) -> str:
+    """The encoding of a text: by its byte order mark, by the zero bytes of UTF-16 and UTF-32, else UTF-8."""
+    return json.detect_encoding(start)
+
+
 def read_json(path: Path) -> Any:
     return json.loads(path.read_bytes())  # json finds the encoding by the first bytes
-
-
-def first_existing(path: Path) -> Path:
-    """The path itself or the nearest of the folders above it that exists."""
-    return next(each for each in (path, *path.absolute().parents) if each.exists())
-
-
-def check_writable(folder: Path, key: str = "run") -> None:
-    """Raise UserError for a folder that cannot be made or written. Leaves nothing. `key`: the setting that names it."""
-    there = first_existing(folder)
-    reason = ""
-    if not there.is_dir():
-        reason = "is a file"
-    elif not os.access(there, os.W_OK | os.X_OK):
-        reason = "cannot be written"
-    else:
-        try:  # /proc is writable by its permissions
-            tempfile.TemporaryDirectory(prefix=".clipscale-", dir=there).cleanup()
-        except OSError as error:
-            reason = f"takes no folder: {error.strerror}"
-    if reason:
-        raise UserError(f"{key}={folder} cannot be written ({there} {reason}); choose another {key}=PATH")
-
-
-def visible_entries(folder: Path) -> list[Path]:
-    """The entries of a folder, sorted, without those that systems and notebooks leave there."""
-    return sorted(path for path in folder.iterdir() if path.name[0] != "." and path.name not in LEFT_BY_SYSTEMS)
-
-
-def folders(folder: Path) -> list[Path]:
-    """The folders among a folder's `visible_entries`."""
-    return [path for path in visible_entries(folder) if path.is_dir()]
 
 
 def read_yaml(path: Path) -> Any:
@@ -181,31 +126,6 @@ def parse_yaml(text: str) -> Any:
             return yaml.safe_load(text)
     except (LookupError, TypeError, AttributeError, ArithmeticError) as error:  # for `!!bool x` and `!!timestamp x`
         raise ValueError(one_line(error)) from error
-
-
-def write_text(path: Path, text: str) -> None:
-    with replacing(path) as file:
-        file.write(text.encode("utf-8", "backslashreplace"))  # names of files may hold bytes that are no UTF-8
-
-
-def write_json(path: Path, value: object) -> None:
-    write_text(path, json.dumps(value, indent=1) + "\n")
-
-
-@contextmanager
-def damage_to_user_error(subject: str, path: str | Path, remedy: str) -> Iterator[None]:
-    """Context of code that reads or writes a file: turns what DAMAGED_OR_FOREIGN has into a UserError.
-
-    Its message: `SUBJECT: PATH (why); REMEDY`.
-    """
-    try:
-        yield
-    except DAMAGED_OR_FOREIGN as error:
-        raise UserError(f"{subject}: {path} ({reason_of(error)}); {remedy}") from error
-
-
-def reason_of(error: Exception) -> str:
-    return getattr(error, "strerror", None) or one_line(error)
 
 
 def read_record(path: Path) -> Record:
@@ -250,3 +170,95 @@ def check_inside(path: Path, folder: Path) -> None:
     """
     if not path.resolve().is_relative_to(folder.resolve()) or (path.exists() and not path.is_file()):
         raise ValueError("no regular file, or one that leads out of its folder")
+
+
+def wait_until_visible(path: Path, size: int, within_s: float) -> bool:
+    """Wait at most this many seconds for a file of this size. Returns whether it is there.
+
+    If another host has written it, a network file system may show the folder's earlier content for a while.
+    """
+    end = time.monotonic() + within_s
+    while True:
+        with suppress(OSError):
+            list(path.parent.iterdir())  # asks the server again
+            if path.stat().st_size == size:
+                return True
+        if time.monotonic() > end:
+            return False
+        time.sleep(0.2)
+
+
+# ---- errors ----
+
+
+@contextmanager
+def damage_to_user_error(subject: str, path: str | Path, remedy: str) -> Iterator[None]:
+    """Context of code that reads or writes a file: turns what DAMAGED_OR_FOREIGN has into a UserError.
+
+    Its message: `SUBJECT: PATH (why); REMEDY`.
+    """
+    try:
+        yield
+    except DAMAGED_OR_FOREIGN as error:
+        raise UserError(f"{subject}: {path} ({reason_of(error)}); {remedy}") from error
+
+
+def reason_of(error: Exception) -> str:
+    return getattr(error, "strerror", None) or one_line(error)
+
+
+# ---- folders and names ----
+
+
+def visible_entries(folder: Path) -> list[Path]:
+    """The entries of a folder, sorted, without those that systems and notebooks leave there."""
+    return sorted(path for path in folder.iterdir() if path.name[0] != "." and path.name not in LEFT_BY_SYSTEMS)
+
+
+def folders(folder: Path) -> list[Path]:
+    """The folders among a folder's `visible_entries`."""
+    return [path for path in visible_entries(folder) if path.is_dir()]
+
+
+def first_existing(path: Path) -> Path:
+    """The path itself or the nearest of the folders above it that exists."""
+    return next(each for each in (path, *path.absolute().parents) if each.exists())
+
+
+def check_writable(folder: Path, key: str = "run") -> None:
+    """Raise UserError for a folder that cannot be made or written. Leaves nothing. `key`: the setting that names it."""
+    there = first_existing(folder)
+    reason = ""
+    if not there.is_dir():
+        reason = "is a file"
+    elif not os.access(there, os.W_OK | os.X_OK):
+        reason = "cannot be written"
+    else:
+        try:  # /proc is writable by its permissions
+            tempfile.TemporaryDirectory(prefix=".clipscale-", dir=there).cleanup()
+        except OSError as error:
+            reason = f"takes no folder: {error.strerror}"
+    if reason:
+        raise UserError(f"{key}={folder} cannot be written ({there} {reason}); choose another {key}=PATH")
+
+
+def user_cache() -> Path:
+    """The user's cache folder (XDG_CACHE_HOME is honoured)."""
+    return Path(platformdirs.user_cache_dir("clipscale", appauthor=False))
+
+
+def unused_path(folder: Path) -> Path:
+    """The folder, or if it exists, the first free one with a number appended."""
+    numbered = (folder.with_name(f"{folder.name}-{i}") for i in range(2, 10_000))
+    return next(path for path in chain([folder], numbered) if not path.exists())
+
+
+def file_name(text: str, most: int = 100) -> str:
+    """A name of letters, digits and `_.,=+-`, of at most `most` characters: the text itself if possible.
+
+    Otherwise it ends in the text's CRC-32, so that different texts have different names.
+    """
+    name = re.sub(r"[^A-Za-z0-9_.,=+-]+", "-", text).strip("-.")
+    if name == text and len(name) <= most:
+        return name
+    return f"{name[: most - 9]}-{zlib.crc32(text.encode('utf-8', 'surrogatepass')):08x}"
