@@ -21,6 +21,32 @@ from clipscale.common.terminal import log_line
 from clipscale.config.train_config import TrainConfig
 
 
+@contextmanager
+def planning(config: TrainConfig, *, forked: bool) -> Iterator[Callable[[], None]]:
+    """Context of a run: plans it in a process of its own. Yields `check_plan` of this plan.
+
+    Exactly one process may call it: this one, or a worker, which it is sent to.
+
+    `forked`: whether the planner is a fork of the data workers' server. Otherwise it imports torch itself.
+    """
+    context: Any = multiprocessing.get_context("forkserver" if forked else "spawn")
+    connection, planner_end = context.Pipe(duplex=False)
+    process = context.Process(target=send_plan, args=(planner_end, config), daemon=True)
+
+    def start() -> None:
+        with planner_end, blocked(), suppress(EOFError, OSError):  # raised if the server has ended
+            process.start()
+
+    # A fork starts when its server has imported torch. This process imports meanwhile.
+    Thread(target=start, daemon=True).start()
+    try:
+        yield partial(check_plan, connection)
+    finally:
+        connection.close()  # a planner that starts later fails when it sends
+        if process.pid:
+            process.kill()
+
+
 def send_plan(connection: Connection, config: TrainConfig) -> None:
     """Send the plan and an empty text, or an empty plan and why there is none. Runs in the planner's process."""
     sys.stdout = sys.stderr = Path(os.devnull).open("w")  # noqa: SIM115  libraries print; it stays open to the end
@@ -47,29 +73,3 @@ def check_plan(connection: Connection) -> None:
         raise UserError(f"this run {plan['lines'][0]}; plan=false starts it all the same")
     for line in plan["lines"]:
         log_line(f"plan: {line}")
-
-
-@contextmanager
-def planning(config: TrainConfig, *, forked: bool) -> Iterator[Callable[[], None]]:
-    """Context of a run: plans it in a process of its own. Yields `check_plan` of this plan.
-
-    Exactly one process may call it: this one, or a worker, which it is sent to.
-
-    `forked`: whether the planner is a fork of the data workers' server. Otherwise it imports torch itself.
-    """
-    context: Any = multiprocessing.get_context("forkserver" if forked else "spawn")
-    connection, planner_end = context.Pipe(duplex=False)
-    process = context.Process(target=send_plan, args=(planner_end, config), daemon=True)
-
-    def start() -> None:
-        with planner_end, blocked(), suppress(EOFError, OSError):  # raised if the server has ended
-            process.start()
-
-    # A fork starts when its server has imported torch. This process imports meanwhile.
-    Thread(target=start, daemon=True).start()
-    try:
-        yield partial(check_plan, connection)
-    finally:
-        connection.close()  # a planner that starts later fails when it sends
-        if process.pid:
-            process.kill()

@@ -24,24 +24,6 @@ from clipscale.run_folder.records import RunResult, read_result
 from clipscale.tools.data.demo_folder import is_missing
 
 
-def with_defaults(config: TrainConfig) -> TrainConfig:
-    """Fill in the run's folder and length where the settings give none."""
-    config = with_length(config)
-    folder = run_folder(config.run) if config.run else unused_path(run_folder(default_run_name(config)))
-    return replace(config, run=str(folder))
-
-
-def resumes_other_batch(config: TrainConfig) -> bool:
-    """Whether the checkpoint is of another batch, so that the start is refused whatever its plan says."""
-    checkpoint = checkpoint_to_resume(config.run, config.resume, own_first=ranks.is_restarted())
-    if config.stages or not checkpoint:
-        return False
-    try:
-        return bool(checkpoint_values(checkpoint)["batch"] != config.batch)
-    except files.DAMAGED_OR_FOREIGN:
-        return False
-
-
 def main(config: TrainConfig, *, isolated: bool = False, advice: str = "") -> RunResult:
     """Start the run, and meanwhile print whether it fits this machine. torchrun's workers start without a plan.
 
@@ -69,13 +51,11 @@ def main(config: TrainConfig, *, isolated: bool = False, advice: str = "") -> Ru
         raise StoppedError(f"{stopped}; {advice}", stopped.signum) from None
 
 
-def resume_advice(run_dir: Path, same_command: bool) -> str:
-    """How a stopped run is resumed; empty if it has no checkpoint. `same_command`: whether the same command does."""
-    if not any(run_dir.glob("checkpoints/step_*")):
-        return ""
-    return (
-        "the same command resumes it" if same_command else f"continue with {shlex.quote(f'run={run_dir}')} resume=auto"
-    )
+def with_defaults(config: TrainConfig) -> TrainConfig:
+    """Fill in the run's folder and length where the settings give none."""
+    config = with_length(config)
+    folder = run_folder(config.run) if config.run else unused_path(run_folder(default_run_name(config)))
+    return replace(config, run=str(folder))
 
 
 def make_demo_if_missing(config: TrainConfig) -> None:
@@ -103,3 +83,23 @@ def launch_and_plan(config: TrainConfig, *, isolated: bool) -> RunResult:
     forked = workers_fork_here and not needs_transformers(config.model.description)
     with planning(config, forked=forked) if plans else nullcontext() as check_plan:
         return cast(RunResult, local.launch(config, isolated=isolated, check_plan=check_plan))
+
+
+def resumes_other_batch(config: TrainConfig) -> bool:
+    """Whether the checkpoint is of another batch, so that the start is refused whatever its plan says."""
+    checkpoint = checkpoint_to_resume(config.run, config.resume, own_first=ranks.is_restarted())
+    if config.stages or not checkpoint:
+        return False
+    try:
+        return bool(checkpoint_values(checkpoint)["batch"] != config.batch)
+    except files.DAMAGED_OR_FOREIGN:
+        return False
+
+
+def resume_advice(run_dir: Path, same_command: bool) -> str:
+    """How a stopped run is resumed; empty if it has no checkpoint. `same_command`: whether the same command does."""
+    if not any(run_dir.glob("checkpoints/step_*")):
+        return ""
+    return (
+        "the same command resumes it" if same_command else f"continue with {shlex.quote(f'run={run_dir}')} resume=auto"
+    )

@@ -52,41 +52,6 @@ class Relevance:
         return torch.stack([self.image_id[self.owner], self.caption_id], 1).unique(dim=0)
 
 
-class HashedReads:
-    """Reads a set's pictures in the encoder's threads, and keeps the hash of each one's bytes."""
-
-    def __init__(self, read: Callable[[int], bytes]) -> None:
-        self._read = read
-        self._hashes: dict[int, int] = {}
-
-    def read(self, index: int) -> bytes:
-        data = self._read(index)
-        self._hashes[index] = hash64(data) - (1 << 63)
-        return data
-
-    def hashes(self, span: range) -> Tensor:
-        """The hashes of the pictures of a span, (n,) int64; 0 for a picture that could not be read."""
-        return torch.tensor([self._hashes.get(index, 0) for index in span], dtype=torch.int64)
-
-
-def gather_usable(
-    batches: list[ImageBatch], reads: HashedReads, count: int, encoder: EvalEncoder
-) -> tuple[Tensor, Tensor, Tensor]:
-    """The usable images of a set, gathered from all ranks. A collective.
-
-    `batches`: this rank's. `count`: the number of images in the set.
-
-    Returns each image's index in the set, (N,) int64; features (N, D); hashes, (N,) int64, equal for equal files.
-    """
-
-    def gathered(rows: list[Tensor]) -> Tensor:
-        return gather_batches(rows, count, encoder.batch_size, encoder.world)
-
-    hashes = gathered([reads.hashes(span).to(encoder.world.device) for span, _, _ in batches])
-    index_N = gathered([usable.byte() for _, _, usable in batches]).nonzero()[:, 0]
-    return index_N, gathered([features for _, features, _ in batches])[index_N], hashes[index_N]
-
-
 @dataclass(frozen=True, kw_only=True)
 class RetrievalSet(EvalSet):
     """Published captions. As in clip-benchmark, each caption is right for its own image alone, equal ones or not."""
@@ -176,6 +141,41 @@ class PairSet(RetrievalSet):
             for images_nD, texts_nD in zip(images, texts)
         ]
         return {"loss": float(torch.stack(losses).mean())} | recalls
+
+
+class HashedReads:
+    """Reads a set's pictures in the encoder's threads, and keeps the hash of each one's bytes."""
+
+    def __init__(self, read: Callable[[int], bytes]) -> None:
+        self._read = read
+        self._hashes: dict[int, int] = {}
+
+    def read(self, index: int) -> bytes:
+        data = self._read(index)
+        self._hashes[index] = hash64(data) - (1 << 63)
+        return data
+
+    def hashes(self, span: range) -> Tensor:
+        """The hashes of the pictures of a span, (n,) int64; 0 for a picture that could not be read."""
+        return torch.tensor([self._hashes.get(index, 0) for index in span], dtype=torch.int64)
+
+
+def gather_usable(
+    batches: list[ImageBatch], reads: HashedReads, count: int, encoder: EvalEncoder
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The usable images of a set, gathered from all ranks. A collective.
+
+    `batches`: this rank's. `count`: the number of images in the set.
+
+    Returns each image's index in the set, (N,) int64; features (N, D); hashes, (N,) int64, equal for equal files.
+    """
+
+    def gathered(rows: list[Tensor]) -> Tensor:
+        return gather_batches(rows, count, encoder.batch_size, encoder.world)
+
+    hashes = gathered([reads.hashes(span).to(encoder.world.device) for span, _, _ in batches])
+    index_N = gathered([usable.byte() for _, _, usable in batches]).nonzero()[:, 0]
+    return index_N, gathered([features for _, features, _ in batches])[index_N], hashes[index_N]
 
 
 def dense_ids(values: Tensor) -> Tensor:

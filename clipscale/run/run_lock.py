@@ -25,43 +25,6 @@ class FolderInUseError(UserError):
     """Another run has the folder."""
 
 
-def wait_until_free(run_dir: Path) -> None:
-    """Wait a short time for another run in the folder. Raises FolderInUseError if that run goes on.
-
-    Changes nothing in the folder. The command line calls it before it starts the workers, which take the lock.
-    """
-    with suppress(FileNotFoundError), (run_dir / LOCK).open("r+") as file:
-        wait_for_flock(file, run_dir)
-
-
-def wait_for_flock(file: IO[str], run_dir: Path) -> bool:
-    """Take `flock` on a run's lock file. Waits a short time for another holder, and raises FolderInUseError after it.
-
-    Returns whether it was taken: some file systems have no locks. That is a warning.
-    """
-    deadline = time.monotonic() + WAIT_S
-    has_announced = False
-    while True:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return True
-        except BlockingIOError:
-            file.seek(0)
-            used = f"run={run_dir} is in use by {file.read() or 'another run'}"
-        except OSError as error:  # ENOSYS, ENOLCK: Lustre without the mount option flock, some NFS
-            log.warning(
-                "run=%s: its file system has no locks (%s); make sure that no second run writes there",
-                run_dir, error.strerror,
-            )  # fmt: skip
-            return False
-        if time.monotonic() > deadline:
-            raise FolderInUseError(f"{used}; stop that run, or choose another run=NAME")
-        if not has_announced:
-            log.warning("%s; waiting up to %.0f s for its end", used, WAIT_S)
-            has_announced = True
-        time.sleep(0.2)
-
-
 class RunLock:
     """The lock of a run's folder: `flock` on run.lock. The kernel releases it, however the process ends.
 
@@ -123,3 +86,40 @@ class RunLock:
             self.file.truncate(0)
             self.file.close()
             self.file = None
+
+
+def wait_until_free(run_dir: Path) -> None:
+    """Wait a short time for another run in the folder. Raises FolderInUseError if that run goes on.
+
+    Changes nothing in the folder. The command line calls it before it starts the workers, which take the lock.
+    """
+    with suppress(FileNotFoundError), (run_dir / LOCK).open("r+") as file:
+        wait_for_flock(file, run_dir)
+
+
+def wait_for_flock(file: IO[str], run_dir: Path) -> bool:
+    """Take `flock` on a run's lock file. Waits a short time for another holder, and raises FolderInUseError after it.
+
+    Returns whether it was taken: some file systems have no locks. That is a warning.
+    """
+    deadline = time.monotonic() + WAIT_S
+    has_announced = False
+    while True:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return True
+        except BlockingIOError:
+            file.seek(0)
+            used = f"run={run_dir} is in use by {file.read() or 'another run'}"
+        except OSError as error:  # ENOSYS, ENOLCK: Lustre without the mount option flock, some NFS
+            log.warning(
+                "run=%s: its file system has no locks (%s); make sure that no second run writes there",
+                run_dir, error.strerror,
+            )  # fmt: skip
+            return False
+        if time.monotonic() > deadline:
+            raise FolderInUseError(f"{used}; stop that run, or choose another run=NAME")
+        if not has_announced:
+            log.warning("%s; waiting up to %.0f s for its end", used, WAIT_S)
+            has_announced = True
+        time.sleep(0.2)

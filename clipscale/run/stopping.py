@@ -47,6 +47,84 @@ def effective_signal(signum: int) -> int:
     return int(signal.SIGTERM) if signum == signal.SIGUSR1 else signum
 
 
+@contextmanager
+def exit_on_signal(suffix: str = "") -> Iterator[None]:
+    """Context of work that has nothing to save, such as a start: a signal ends it by StoppedError.
+
+    After the first signal:
+    -  0 s: the handler interrupts the main thread, and StoppedError leaves this context;
+    -  1 s: the handler has not run, as in a collective or a library's wait: another thread ends the process;
+    - 15 s: the handler has run, but the main thread is still in the work: another thread ends the process.
+
+    Schedulers and launchers send further signals, which change nothing. But a later Ctrl-C raises KeyboardInterrupt.
+    `suffix`: the end of the line about the signal.
+    """
+    first = _FirstSignal(suffix)
+    with handling_signals(first.interrupt_work, first.end_if_stuck):
+        try:
+            first.begin_work()
+            yield
+        except BaseException as error:  # a library's own, or the loss of a rank that ended earlier
+            if not first.signum:
+                raise
+            raise stop_in_context(error) or StoppedError(first.line(), first.signum) from None
+        finally:
+            first.end_work()
+    if first.signum:  # the signal came after the work had ended
+        raise StoppedError(first.line(), first.signum)
+
+
+class _FirstSignal:
+    """The first signal that comes during the work inside `exit_on_signal`, and the reactions to it."""
+
+    def __init__(self, suffix: str) -> None:
+        # 0: none has come.
+        self.signum = 0
+        self.work_has_ended = Event()
+        # Outside the work, while handlers are set and restored, a signal is only recorded.
+        self._interrupts = False
+        self._suffix = suffix
+        self._came_at = 0.0
+        self._handler_ran = Event()
+
+    def line(self) -> str:
+        """The line that tells the user of the signal."""
+        return stop_message(self.signum) + self._suffix
+
+    def begin_work(self) -> None:
+        """From here on, a signal interrupts the work. Raises KeyboardInterrupt if one has come."""
+        self._interrupts = True
+        if self.signum:
+            raise KeyboardInterrupt
+
+    def end_work(self) -> None:
+        """From here on, a signal is only recorded."""
+        self._interrupts = False
+        self.work_has_ended.set()
+
+    def interrupt_work(self, signum: int, _: object) -> None:
+        """Raise KeyboardInterrupt at the first signal, and at a later Ctrl-C. The main thread runs it."""
+        now = time.monotonic()
+        is_first = self.signum == 0
+        if is_first:
+            self.signum = effective_signal(signum)
+            self._came_at = now
+        self._handler_ran.set()
+        comes_again = signum == signal.SIGINT and now - self._came_at > SAME_CTRL_C_S
+        if self._interrupts and (is_first or comes_again):
+            raise KeyboardInterrupt
+
+    def end_if_stuck(self, signum: int) -> None:
+        """End the process if the main thread does not leave its work in time. A thread of its own runs it."""
+        if self._handler_ran.wait(HANDLER_WITHIN_S) and self.work_has_ended.wait(LEAVE_WITHIN_S):
+            return
+        self.signum = self.signum or effective_signal(signum)
+        if is_main_rank() and multiprocessing.parent_process() is None:  # `launch.local` prints for its workers
+            with suppress(OSError):
+                os.write(2, f"{self.line()}\n".encode())
+        os._exit(128 + self.signum)
+
+
 # Set once a signal has come to work that handles signals.
 _received = Event()
 
@@ -102,81 +180,3 @@ def handling_signals(
         os.close(writer)
         thread.join()
         os.close(reader)
-
-
-class _FirstSignal:
-    """The first signal that comes during the work inside `exit_on_signal`, and the reactions to it."""
-
-    def __init__(self, suffix: str) -> None:
-        # 0: none has come.
-        self.signum = 0
-        self.work_has_ended = Event()
-        # Outside the work, while handlers are set and restored, a signal is only recorded.
-        self._interrupts = False
-        self._suffix = suffix
-        self._came_at = 0.0
-        self._handler_ran = Event()
-
-    def line(self) -> str:
-        """The line that tells the user of the signal."""
-        return stop_message(self.signum) + self._suffix
-
-    def begin_work(self) -> None:
-        """From here on, a signal interrupts the work. Raises KeyboardInterrupt if one has come."""
-        self._interrupts = True
-        if self.signum:
-            raise KeyboardInterrupt
-
-    def end_work(self) -> None:
-        """From here on, a signal is only recorded."""
-        self._interrupts = False
-        self.work_has_ended.set()
-
-    def interrupt_work(self, signum: int, _: object) -> None:
-        """Raise KeyboardInterrupt at the first signal, and at a later Ctrl-C. The main thread runs it."""
-        now = time.monotonic()
-        is_first = self.signum == 0
-        if is_first:
-            self.signum = effective_signal(signum)
-            self._came_at = now
-        self._handler_ran.set()
-        comes_again = signum == signal.SIGINT and now - self._came_at > SAME_CTRL_C_S
-        if self._interrupts and (is_first or comes_again):
-            raise KeyboardInterrupt
-
-    def end_if_stuck(self, signum: int) -> None:
-        """End the process if the main thread does not leave its work in time. A thread of its own runs it."""
-        if self._handler_ran.wait(HANDLER_WITHIN_S) and self.work_has_ended.wait(LEAVE_WITHIN_S):
-            return
-        self.signum = self.signum or effective_signal(signum)
-        if is_main_rank() and multiprocessing.parent_process() is None:  # `launch.local` prints for its workers
-            with suppress(OSError):
-                os.write(2, f"{self.line()}\n".encode())
-        os._exit(128 + self.signum)
-
-
-@contextmanager
-def exit_on_signal(suffix: str = "") -> Iterator[None]:
-    """Context of work that has nothing to save, such as a start: a signal ends it by StoppedError.
-
-    After the first signal:
-    -  0 s: the handler interrupts the main thread, and StoppedError leaves this context;
-    -  1 s: the handler has not run, as in a collective or a library's wait: another thread ends the process;
-    - 15 s: the handler has run, but the main thread is still in the work: another thread ends the process.
-
-    Schedulers and launchers send further signals, which change nothing. But a later Ctrl-C raises KeyboardInterrupt.
-    `suffix`: the end of the line about the signal.
-    """
-    first = _FirstSignal(suffix)
-    with handling_signals(first.interrupt_work, first.end_if_stuck):
-        try:
-            first.begin_work()
-            yield
-        except BaseException as error:  # a library's own, or the loss of a rank that ended earlier
-            if not first.signum:
-                raise
-            raise stop_in_context(error) or StoppedError(first.line(), first.signum) from None
-        finally:
-            first.end_work()
-    if first.signum:  # the signal came after the work had ended
-        raise StoppedError(first.line(), first.signum)
