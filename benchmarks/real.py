@@ -37,8 +37,8 @@ from PIL import Image
 from clipscale.common.errors import UserError
 from clipscale.config.setting import flatten
 from clipscale.tools.data.pack.pairs import pairs_of, tables_of
+from clipscale.tools.data.pack.parts import held_out
 from clipscale.tools.data.pack.places import read
-from clipscale.tools.data.pack.verb import held_out
 
 DEFAULTS = {
     "fashion": "",  # the folder of its files; empty: not measured

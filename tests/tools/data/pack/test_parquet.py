@@ -9,8 +9,8 @@ import pytest
 
 from clipscale.data.sample import BrokenSampleError
 from clipscale.tools.data.pack.pairs import pairs_of, tables_of
+from clipscale.tools.data.pack.parts import captions_of
 from clipscale.tools.data.pack.places import read
-from clipscale.tools.data.pack.verb import captions_of
 from tests.eval.sets import picture
 from tests.support.user_errors import refused
 

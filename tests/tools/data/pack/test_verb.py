@@ -17,7 +17,7 @@ from PIL import Image
 from clipscale.cli.main import main
 from clipscale.common import files
 from clipscale.data.sample import BrokenSampleError
-from clipscale.tools.data.pack import verb
+from clipscale.tools.data.pack import parts, verb
 from clipscale.tools.data.pack.places import Cell, Place, read, resolved_root
 from clipscale.tools.data.settings import PackSettings
 from tests.conftest import Capture
@@ -275,7 +275,7 @@ def test_a_picture_of_more_pixels_than_training_takes_is_made_smaller_or_left_ou
 
 def test_a_stopped_command_goes_on(pictures: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Parts that are complete are not made again, and one that was being made is. What a kill has left of it goes."""
-    monkeypatch.setattr(verb, "SHARD_SAMPLES", 2)
+    monkeypatch.setattr(parts, "SHARD_SAMPLES", 2)
     source = as_csv(pictures)
     out = tmp_path / "out"
     verb.main([str(source)], PackSettings(out=str(out)))
@@ -302,8 +302,8 @@ def test_shards_may_lie_in_the_source(pictures: Path) -> None:
 
 
 def test_shards_have_a_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(verb, "SHARD_BYTES", 250)
-    with verb.Shards(tmp_path, "00000") as shards:
+    monkeypatch.setattr(parts, "SHARD_BYTES", 250)
+    with parts.Shards(tmp_path, "00000") as shards:
         for number in range(5):
             shards.write({"__key__": f"{number}", "txt": b"x" * 100})
     assert shards.sizes == {"00000.tar": 3, "00000_1.tar": 2}
