@@ -27,7 +27,7 @@ from PIL import Image
 from webdataset import TarWriter
 
 from clipscale.config.data import AugmentConfig, DataConfig
-from clipscale.data.loader.stream import open_stream, order_shards
+from clipscale.data.loader.open_stream import open_stream, order_shards
 from clipscale.data.order import AUGMENT, BatchShare, CounterRNG
 from clipscale.data.train_transform import TrainTransform
 

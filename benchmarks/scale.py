@@ -43,9 +43,9 @@ from webdataset import TarWriter
 from clipscale.cli.compose import compose_settings
 from clipscale.cli.train_verb import with_defaults
 from clipscale.config.data import DataConfig
+from clipscale.data.loader.open_stream import order_shards, start_positions
 from clipscale.data.loader.position import DataPosition, StreamPosition
 from clipscale.data.loader.shard_reader import OrderedShards
-from clipscale.data.loader.stream import order_shards, start_positions
 from clipscale.data.order import BatchShare
 from clipscale.data.shards import index
 from clipscale.distributed.world import World

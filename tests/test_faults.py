@@ -18,8 +18,8 @@ import torch
 
 from clipscale.common.errors import UserError
 from clipscale.common.files import read_yaml
+from clipscale.config.data import DataConfig
 from clipscale.config.sections import CheckpointConfig
-from clipscale.data.loader.stream import DataConfig
 from clipscale.data.shards import index, requests, store
 from clipscale.run.run_lock import RunLock
 from clipscale.run.train_loop import TrainLoop

@@ -8,8 +8,9 @@ from clipscale.common.errors import UserError
 from clipscale.common.memory import free_memory
 from clipscale.common.terminal import show_task
 from clipscale.config.train_config import TrainConfig, samples_of
+from clipscale.data.loader.open_stream import open_stream, order_shards
 from clipscale.data.loader.position import merge_positions
-from clipscale.data.loader.stream import TrainStream, open_stream, order_shards
+from clipscale.data.loader.stream import TrainStream
 from clipscale.data.order import BatchShare
 from clipscale.data.shards.features import TeacherFeatures, find_teachers
 from clipscale.data.tokenizer import Tokenizer

@@ -17,7 +17,7 @@ from clipscale.config.data import DataConfig
 from clipscale.data.addresses import basename
 from clipscale.data.filters import Selection, parse_selection
 from clipscale.data.hashing import hash64
-from clipscale.data.loader import stream as loader
+from clipscale.data.loader import open_stream as loader
 from clipscale.data.loader.batch_filler import Report, open_filler
 from clipscale.data.loader.host_batch import Arena, HostBatch
 from clipscale.data.loader.position import DataPosition, merge_positions
@@ -180,5 +180,7 @@ class WorkersInThisProcess:
 def inline_workers(seed: int) -> Iterator[None]:
     """Streams that are opened here have no processes, but their workers' division of the work."""
     chosen = random.Random(seed)
-    with mock.patch("clipscale.data.loader.stream.start_workers", lambda *given: WorkersInThisProcess(chosen, *given)):
+    with mock.patch(
+        "clipscale.data.loader.open_stream.start_workers", lambda *given: WorkersInThisProcess(chosen, *given)
+    ):
         yield

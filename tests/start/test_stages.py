@@ -22,6 +22,7 @@ from clipscale.cli.words import overrides_of
 from clipscale.common import files
 from clipscale.common.errors import UserError
 from clipscale.config.config_file import to_yaml
+from clipscale.config.data import DataConfig
 from clipscale.config.model import TowerConfig
 from clipscale.config.parse import dataclass_from
 from clipscale.config.sections import (
@@ -34,7 +35,6 @@ from clipscale.config.sections import (
 )
 from clipscale.config.stages import OptimizerPolicy, StageConfig
 from clipscale.config.train_config import TrainConfig
-from clipscale.data.loader.stream import DataConfig
 from clipscale.distributed.world import World
 from clipscale.loss.runtime import current_runtime
 from clipscale.run_folder.paths import checkpoint_path, checkpoints_of, step_of

@@ -13,6 +13,7 @@ import torch
 
 from clipscale.cli.complete_run import result_if_complete
 from clipscale.common.errors import UserError
+from clipscale.config.data import DataConfig
 from clipscale.config.model import ModelConfig, TowerConfig
 from clipscale.config.sections import (
     CacheConfig,
@@ -25,8 +26,9 @@ from clipscale.config.sections import (
 )
 from clipscale.config.stages import StageConfig
 from clipscale.config.train_config import TrainConfig
+from clipscale.data.loader.open_stream import open_stream
 from clipscale.data.loader.position import DataPosition
-from clipscale.data.loader.stream import DataConfig, TrainStream, open_stream
+from clipscale.data.loader.stream import TrainStream
 from clipscale.distributed.agreement import AgreedError
 from clipscale.distributed.fsdp import fsdp_modules
 from clipscale.distributed.world import World

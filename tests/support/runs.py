@@ -8,11 +8,11 @@ from unittest.mock import patch
 
 from clipscale.cli.train_verb import with_defaults
 from clipscale.config.checks import check_across_sections
+from clipscale.config.data import DataConfig
 from clipscale.config.model import ModelConfig
 from clipscale.config.sections import CacheConfig, LaunchConfig, LogConfig, OptimConfig, ScheduleConfig
 from clipscale.config.train_config import TrainConfig
-from clipscale.data.loader import stream
-from clipscale.data.loader.stream import DataConfig
+from clipscale.data.loader import open_stream
 from clipscale.distributed.world import World
 from clipscale.run.train_loop import TrainLoop
 from clipscale.start.start_run import start_run
@@ -60,8 +60,8 @@ def train_loop(config: TrainConfig, world: World) -> TrainLoop:
 
 def loop_with_batches(config: TrainConfig, world: World, batches: int) -> TrainLoop:
     """A run before its next step, with memory for so many batches, which have all arrived."""
-    layout = stream.layout_of
-    with patch.object(stream, "layout_of", lambda *given: replace(layout(*given), slots=batches)):
+    layout = open_stream.layout_of
+    with patch.object(open_stream, "layout_of", lambda *given: replace(layout(*given), slots=batches)):
         loop = train_loop(config, world)
     for step in range(batches):
         loop.stream.wait_for_batch(step)

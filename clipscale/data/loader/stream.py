@@ -1,4 +1,4 @@
-"""The training stream: opens the data of a run, and gives one local batch after another.
+"""The training stream: gives one local batch after another. `open_stream.py` opens it.
 
 data/order.py fixes the order of samples; workers read and decode them.
 """
@@ -8,41 +8,21 @@ import time
 import traceback
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import TypedDict
 
 import numpy as np
-from torch import Tensor
 
-from clipscale.common.cpu import cores_of_rank
 from clipscale.common.errors import LoaderError, UserError
-from clipscale.common.ranks import OnRank0, in_this_process
 from clipscale.common.signals import Poll, no_poll
 from clipscale.common.terminal import print_failure
-from clipscale.config.data import DataConfig
-from clipscale.data.filters import parse_selection
-from clipscale.data.loader.batch_filler import open_filler
-from clipscale.data.loader.host_batch import Arena, HostBatch, Layout, check_memory, create_arena
-from clipscale.data.loader.padding import Padding
+from clipscale.data.loader.host_batch import Arena, HostBatch
 from clipscale.data.loader.position import DataPosition, StreamPosition
-from clipscale.data.loader.shard_reader import OrderedShards
 from clipscale.data.loader.shard_stream import WorkerSpec
-from clipscale.data.loader.workers import InProcessWorker, Workers, start_workers
-from clipscale.data.order import BatchShare
-from clipscale.data.shards.counts import build_order
-from clipscale.data.shards.features import TeacherFeatures
-from clipscale.data.shards.listing import list_shards
+from clipscale.data.loader.workers import InProcessWorker, Workers
 from clipscale.data.shards.shard_errors import CHANGED_SHARD
-from clipscale.data.shards.subset import subset_of
-from clipscale.data.train_transform import TrainTransform
 
 log = logging.getLogger(__name__)
-
-# A worker reports after this many samples: enough to tokenise together, few enough for the first chunk to start early.
-SAMPLES_PER_REPORT = 64
-# A worker sends at most about this many reports of a batch. More could fill the pipe, and block the worker, while the
-# training process computes.
-MAX_REPORTS = 64
 
 
 @dataclass
@@ -242,123 +222,3 @@ class TrainStream:
                 batch.unfinished.remove(number)
             elif message.step >= 0:
                 self._batches[message.step].num_filled[number] = message.num_filled
-
-
-def order_shards(
-    config: DataConfig,
-    share: BatchShare,
-    seed: int,
-    position: DataPosition | None = None,
-    on_rank0: OnRank0 = in_this_process,
-    largest_divisor: Callable[[int], int] = lambda num_streams: num_streams,
-    teachers: tuple[TeacherFeatures, ...] = (),
-) -> OrderedShards:
-    """List, count and order the training data. Takes as many shard streams as `position` has, if they fit.
-
-    `on_rank0` counts every shard's samples on one rank. `largest_divisor(n)`: the largest divisor of n that
-    also divides the batch of every stage. `teachers`: their features lie beside the samples. Raises UserError.
-    """
-    urls, source_of = list_shards(config, on_rank0)
-    earlier_streams = position.num_streams if position else None
-    order = build_order(config, urls, source_of, share, seed, earlier_streams, on_rank0)
-    if config.shard_streams is None:
-        num_streams = largest_divisor(order.num_streams)
-        if num_streams < order.num_streams:
-            order = build_order(config, urls, source_of, share, seed, num_streams, on_rank0)
-    subset = subset_of(config)
-    digests = (subset.table.digest(),) if subset else ()
-    return OrderedShards(tuple(urls), order, max(config.shuffle, 1), digests, teachers)
-
-
-def open_stream(
-    config: DataConfig,
-    share: BatchShare,
-    image_size: int,
-    tokenizer: Callable[[list[str]], Tensor],
-    shards: OrderedShards,
-    *,
-    position: DataPosition | None = None,
-    gpu: bool = False,
-    free: int | None = None,
-) -> TrainStream:
-    """Open the stream of batches over `shards`, at the start or at the run's `position`.
-
-    `image_size`: the side of the model's pictures in pixels. `gpu`: page-lock the batch memory. `free`: see
-    `check_memory`. Raises UserError for settings or shards that cannot work.
-    """
-    selection = parse_selection(config, first_caption_only=bool(shards.teachers))
-    empty, other = (np.asarray(tokenizer([text]))[0] for text in ("", "a"))
-    start = start_positions(shards, position, share)
-    workers = worker_count(config, len(start))
-    layout = layout_of(config, share.local_batch, image_size, len(empty), workers, shards.teachers)
-    memory_line = check_memory(layout, free)
-    arena = create_arena(layout)
-    count = max(1, workers)
-    spec = WorkerSpec(
-        shards=shards,
-        subset=subset_of(config),
-        repeats_samples=bool(config.sample_weights),
-        timeout_s=config.timeout_s,
-        transform=TrainTransform(image_size, config.augment),
-        tokenizer=tokenizer,
-        padding=Padding.of(empty, other),
-        selection=selection,
-        start_by_stream=start,
-        share=share,
-        samples_per_report=max(SAMPLES_PER_REPORT, share.local_batch // (count * MAX_REPORTS)),
-    )
-    # Workers take streams in turn, so that all of them fill the batch from its first rows on.
-    streams = list(start.items())
-    specs = [replace(spec, start_by_stream=dict(streams[number::count])) for number in range(count)]
-    readers: Workers | InProcessWorker
-    if workers:
-        readers = start_workers(specs, arena, config.timeout_s)
-    else:
-        readers = InProcessWorker(open_filler(specs[0], arena, no_poll))
-    stream = TrainStream(specs, arena, readers, start, memory_line)
-    stream.request_first()
-    if gpu:
-        arena.pin()  # takes half a second a GiB, while the workers read
-    return stream
-
-
-def start_positions(
-    shards: OrderedShards, position: DataPosition | None, share: BatchShare
-) -> dict[int, StreamPosition]:
-    """The position at which each of this rank's shard streams starts."""
-    stream_ids = share.stream_ids(shards.order.num_streams)
-    if position is None or position.order_fingerprint != shards.order_fingerprint:
-        if position:
-            log.warning(
-                "the shards, batch, data.shuffle, data.order, data.weights, seed, or the samples in the file of "
-                "data.only_keys or data.sample_weights differ from the checkpoint's: this data is read from its first "
-                "sample on"
-            )
-        return {stream_id: StreamPosition(0, 0) for stream_id in stream_ids}
-    return {stream_id: position.by_stream[stream_id] for stream_id in stream_ids}
-
-
-def worker_count(config: DataConfig, num_streams: int) -> int:
-    """Worker processes of a rank with `num_streams` shard streams; 0: the training process does their work."""
-    if config.workers is not None:
-        return min(config.workers, num_streams)
-    return min(max(1, cores_of_rank() - 1), num_streams)  # one core is left to the training process
-
-
-def layout_of(
-    config: DataConfig,
-    samples: int,
-    image_size: int,
-    context_length: int,
-    workers: int,
-    teachers: tuple[TeacherFeatures, ...] = (),
-) -> Layout:
-    """The batch memory of a rank with `samples` samples in its local batch."""
-    return Layout(
-        slots=config.buffers if workers else 1,
-        samples=samples,
-        image_size=image_size,
-        context_length=context_length,
-        text_layout=config.text_layout,
-        teachers=teachers,
-    )

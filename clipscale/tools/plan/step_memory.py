@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TypedDict
 
-from clipscale.data.loader.stream import layout_of, worker_count
+from clipscale.data.loader.open_stream import layout_of, worker_count
 from clipscale.data.order import BatchShare, default_streams
 from clipscale.step.cache.kept_graphs import num_that_fit
 from clipscale.tools.plan.assumed import ASSUMED

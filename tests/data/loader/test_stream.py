@@ -17,8 +17,8 @@ from PIL import Image
 from clipscale.common import files
 from clipscale.config.data import AugmentConfig, DataConfig
 from clipscale.data.loader.host_batch import Arena, HostBatch
+from clipscale.data.loader.open_stream import order_shards, worker_count
 from clipscale.data.loader.sorted_texts import SortedTexts
-from clipscale.data.loader.stream import order_shards, worker_count
 from clipscale.data.order import BatchShare
 from clipscale.data.shards.shard_errors import SourceError
 from clipscale.data.shards.store import Store
@@ -267,7 +267,7 @@ def test_data_without_a_usable_sample_ends_with_the_reason(
 def test_workers_leave_a_core_and_have_a_stream_each(
     monkeypatch: pytest.MonkeyPatch, workers: int | None, cores: int, streams: int, expected: int
 ) -> None:
-    monkeypatch.setattr("clipscale.data.loader.stream.cores_of_rank", lambda: cores)
+    monkeypatch.setattr("clipscale.data.loader.open_stream.cores_of_rank", lambda: cores)
     assert worker_count(DataConfig(workers=workers), streams) == expected
 
 
