@@ -119,7 +119,10 @@ def contrastive_loss(  # noqa: PLR0913 - each keyword of the public function sta
         captions_per_image=captions, has_module=module is not None, check=check,
     )  # fmt: skip
     backend_name = _choose_backend(backend, chosen_objective, inputs, module, runtime)
-    return _loss_of_terms(chosen_objective, inputs, exchange, backend_name, module, group, check, runtime)
+    return _loss_of_terms(
+        chosen_objective, inputs, exchange_name=exchange, backend_name=backend_name, module=module, group=group,
+        check=check, runtime=runtime,
+    )  # fmt: skip
 
 
 @torch.compiler.disable(reason="as contrastive_loss")
@@ -185,13 +188,17 @@ def distillation_loss(  # noqa: PLR0913 - as contrastive_loss
         teacher_share=weights[1] / sum(weights),
     )
     backend_name = "dense" if backend == "dense" else "tiled"
-    mean = _loss_of_terms(chosen_objective, inputs, exchange, backend_name, module, group, check, current_runtime())
+    mean = _loss_of_terms(
+        chosen_objective, inputs, exchange_name=exchange, backend_name=backend_name, module=module, group=group,
+        check=check, runtime=current_runtime(),
+    )  # fmt: skip
     return sum(weights) * mean
 
 
 def _loss_of_terms(
     objective: Objective,
     inputs: Inputs,
+    *,
     exchange_name: str,
     backend_name: str,
     module: nn.Module | None,

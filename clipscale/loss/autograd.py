@@ -55,7 +55,7 @@ class LossCall:
         inputs = self.inputs
         num_images = len(image_features)
         captions_per_image = inputs.positive_layout.captions_per_image
-        row_weight, col_weight = self.objective.weights
+        row_weight, col_weight = self.objective.direction_weights
         rows = replace(inputs.rows, features=self._cast(image_features))
         if row_weight is not None:
             rows.lse_weight = _lse_weights(rows.features, row_weight, num_images)

@@ -22,7 +22,7 @@ class Objective:
 
     # (a, b): the weights of the mean cross-entropy from image to text, and from text to image. None leaves that
     # direction out.
-    weights: tuple[float | None, float | None] = (None, None)
+    direction_weights: tuple[float | None, float | None] = (None, None)
     # Whether each pair adds to the loss by itself. Then one sweep, in the forward pass, computes value and gradients.
     # If not, a first sweep collects the log-sum-exps of the rows and columns that have a weight.
     is_pairwise: bool = True
@@ -39,16 +39,16 @@ class Objective:
 
         Then `Distillation` can compute it together with the teachers' loss, as one softmax with mixed targets.
         """
-        return self.weights == (0.5, 0.5)
+        return self.direction_weights == (0.5, 0.5)
 
     @property
     def reads_hard_negatives(self) -> bool:
         """Whether hard negatives change the loss. `softmax_text` compares each text with images only: there they do
         not."""
-        return self.weights != (None, 1.0)
+        return self.direction_weights != (None, 1.0)
 
     @property
-    def sweeps(self) -> int:
+    def num_sweeps(self) -> int:
         """How often a training step computes all scores."""
         return 1 if self.is_pairwise else 2
 
@@ -78,7 +78,8 @@ class Softmax(Objective):
     """Cross-entropy of an image's text among all texts, of a text's image among all images, or of both.
 
     L = sum_i a_i (r_i - x_ii) + sum_j b_j (c_j - x_jj): CLIP, arXiv 2103.00020. r and c are the log-sum-exps of rows
-    and columns, a and b are `weights` / N. Several positives: the outer form of SupCon, arXiv 2004.11362, eq. 2.
+    and columns, a and b are `direction_weights` / N. Several positives: the outer form of SupCon, arXiv 2004.11362,
+    eq. 2.
     """
 
     is_pairwise: bool = False
@@ -86,7 +87,7 @@ class Softmax(Objective):
 
     def dense_loss(self, scores: "Tensor", is_positive: "Tensor", paired: int) -> "Tensor":
         value = scores.new_zeros(())
-        image_weight, text_weight = self.weights
+        image_weight, text_weight = self.direction_weights
         directions = [
             (image_weight, scores, is_positive),
             (text_weight, scores.T[:paired], is_positive.T[:paired]),

@@ -60,7 +60,7 @@ def replicated_terms(objective: Objective, inputs: Inputs, comm: Communicator, r
 
 def local_terms(objective: Objective, inputs: Inputs, exchange: Exchange) -> list[LossTerm]:
     """OpenCLIP's two terms: this rank's images against all texts, and its texts against all images."""
-    one_sided = replace(objective, weights=(1.0, None))
+    one_sided = replace(objective, direction_weights=(1.0, None))
     text_inputs = replace(inputs, rows=inputs.cols, cols=inputs.rows)
     return [LossTerm(one_sided, inputs, exchange), LossTerm(one_sided, text_inputs, exchange)]
 

@@ -35,10 +35,10 @@ class Distillation(Objective):
 
     P_ij = w * mean over teachers of softmax_j(y) + (1 - w) [i = j], and Q is the same with softmax_i. w is
     `teacher_share`. A teacher's scores are y = t <its feature of image i, its feature of text j>. r and c are the
-    log-sum-exps of rows and columns, a and b are `weights` / N.
+    log-sum-exps of rows and columns, a and b are `direction_weights` / N.
     """
 
-    weights: tuple[float | None, float | None] = (0.5, 0.5)
+    direction_weights: tuple[float | None, float | None] = (0.5, 0.5)
     is_pairwise: bool = False
     function_name: str = "distillation_loss"
     teachers: tuple[TeacherSpec, ...] = ()
