@@ -282,7 +282,7 @@ class TrainStep:
         """
         if self.cache.keep_bytes is None:
             self.optimizer.zero_grad()  # free memory is measured without gradients; the timer's peaks include them
-            self.cache.keep_bytes = measured_keep_bytes(self.world, timer, self.cache.graph_budget.graph_bytes)
+            self.cache.keep_bytes = measured_keep_bytes(self.world, timer, self.cache.graph_bytes)
 
     @contextmanager
     def phase(self, timer: StepTimer, name: str, step: int) -> Iterator[None]:

@@ -46,7 +46,7 @@ def test_on_a_cpu_auto_keeps_the_graphs_of_a_batch_that_fits_from_the_second_ste
     for expected in (2, 1):
         calls.clear()
         cache.step(*samples(N))
-        cache.keep_bytes = measured_keep_bytes(ONE_RANK, StepTimer(ONE_RANK.device), cache.graph_budget.graph_bytes)
+        cache.keep_bytes = measured_keep_bytes(ONE_RANK, StepTimer(ONE_RANK.device), cache.graph_bytes)
         assert len(calls) == expected
     assert cache.keep_bytes is not None and 2**20 < cache.keep_bytes < psutil.virtual_memory().total // 2
 

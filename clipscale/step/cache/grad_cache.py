@@ -23,7 +23,7 @@ from clipscale.step.cache.checks import (
     refuse_scaled,
 )
 from clipscale.step.cache.chunked_tower import ChunkedTower
-from clipscale.step.cache.kept_graphs import GraphBudget, is_on_gpu, short_memory_policy
+from clipscale.step.cache.kept_graphs import GraphBudget, KeptGraphs, is_on_gpu, short_memory_policy
 
 
 class GradCache:
@@ -91,7 +91,7 @@ class GradCache:
             ChunkedTower(encoder, function, make_context, is_last_use_of_encoder=encoder not in encoders[i + 1 :])
             for i, (encoder, function) in enumerate(zip(encoders, functions, strict=True))
         ]
-        self.graph_budget = GraphBudget(checked_keep_bytes(keep_bytes), [tower.graphs for tower in self.towers])
+        self.graph_budget = GraphBudget(checked_keep_bytes(keep_bytes))
         # The sum of the chunks' own losses in the last step, detached and not scaled; None if chunks had none.
         self.chunk_loss: Tensor | None = None
 
@@ -146,7 +146,8 @@ class GradCache:
             self.chunks = checked_chunks(self.chunks, len(self.towers))
             tower.start_step(tower_input, self.chunks[i])
             graphs = self.graph_budget.plan(
-                i,
+                tower.graphs,
+                self.graphs[:i],
                 tower.chunk_rows,
                 tower.num_keepable,
                 short_memory_policy(tower.encoder),
@@ -188,7 +189,7 @@ class GradCache:
         for i, tower in enumerate(self.towers):
             if tower.has_second_pass and tower.representations.grad is None:
                 raise ValueError(f"encoder {i} has no gradient to replay: encode and backward come before")
-        self.graph_budget.disable_if_memory_short(self.towers[0].representations.device)
+        self.graph_budget.disable_if_memory_short(self.graphs, self.towers[0].representations.device)
 
         def loss_gradient(loss: Tensor) -> Tensor:
             refuse_scaled(loss, self.scaler)
@@ -236,7 +237,17 @@ class GradCache:
     @property
     def num_kept_graphs(self) -> list[int]:
         """The number of each tower's chunks whose graphs this step keeps."""
-        return [tower.graphs.num_kept for tower in self.towers]
+        return [graphs.num_kept for graphs in self.graphs]
+
+    @property
+    def graph_bytes(self) -> int:
+        """Bytes of a chunk's graph of the first tower that has a second pass; 0 before it is measured."""
+        return next((graphs.graph_bytes for graphs in self.graphs if graphs.graph_bytes), 0)
+
+    @property
+    def graphs(self) -> list[KeptGraphs]:
+        """The graphs of each tower, in its last step."""
+        return [tower.graphs for tower in self.towers]
 
     def num_chunk_passes(self, samples: int) -> int:
         """The passes of chunks in a step of this many samples, each with a call of `before_chunk`.

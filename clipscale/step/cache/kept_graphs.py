@@ -17,7 +17,7 @@ step measures, and none is kept until the caller gives a number.
 
 import logging
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import Enum
@@ -171,14 +171,13 @@ class GraphBudget:
 
     # The argument of `GradCache`. It may change between steps.
     keep_bytes: float | None
-    # The graphs of each tower, in its last step.
-    graphs_of_towers: list[KeptGraphs]
     # Whether a graph did not fit in an earlier step. Then no more are kept.
     is_disabled: bool = False
 
     def plan(
         self,
-        i: int,
+        last: KeptGraphs,
+        earlier: Sequence[KeptGraphs],
         chunk_rows: int,
         num_keepable: int,
         memory_policy: ShortMemoryPolicy,
@@ -186,8 +185,9 @@ class GraphBudget:
         on_gpu: bool,
         reserved_bytes: float = 0,
     ) -> KeptGraphs:
-        """Plan a step of tower i, after the first passes of all earlier towers: how many graphs fit.
+        """Plan a tower's step, after the first passes of all earlier towers: how many graphs fit.
 
+        `last`: the tower's graphs in its last step. `earlier`: the graphs of the earlier towers in this step.
         `chunk_rows`: rows of a full chunk, equally many on all ranks; where they change, a graph is measured again.
         `num_keepable`: the number of chunks, from the first on, whose graphs may be kept; 0 without a second pass.
         `on_gpu`: see `measured_graph`. `reserved_bytes`: a part of `keep_bytes` that holds other tensors, such as the
@@ -195,13 +195,12 @@ class GraphBudget:
 
         All ranks measure in the same steps, even if one of them keeps no more: `agree_on_size` is a collective.
         """
-        last = self.graphs_of_towers[i]
         graph_bytes = last.graph_bytes if last.chunk_rows == chunk_rows else 0
         memory = 0 if self.keep_bytes is None or self.is_disabled else self.keep_bytes - reserved_bytes
-        earlier = [(graphs.num_kept, graphs.graph_bytes) for graphs in self.graphs_of_towers[:i]]
-        num_planned = num_that_fit(memory, num_keepable, graph_bytes, earlier)
+        kept_earlier = [(graphs.num_kept, graphs.graph_bytes) for graphs in earlier]
+        num_planned = num_that_fit(memory, num_keepable, graph_bytes, kept_earlier)
         needs_size = self.keep_bytes is None or 0 < self.keep_bytes < math.inf
-        self.graphs_of_towers[i] = KeptGraphs(
+        return KeptGraphs(
             chunk_rows=chunk_rows,
             graph_bytes=graph_bytes,
             num_planned=num_planned,
@@ -210,30 +209,24 @@ class GraphBudget:
             memory_policy=memory_policy,
             on_gpu=on_gpu,
         )
-        return self.graphs_of_towers[i]
 
-    def disable_if_memory_short(self, device: torch.device) -> None:
+    def disable_if_memory_short(self, graphs_of_towers: Sequence[KeptGraphs], device: torch.device) -> None:
         """After all first passes: if a graph did not fit, drop this step's graphs and keep none from now on.
 
         Each rank decides alone if no tower's pass communicates. Under FSDP2, which gathers weights, and with
         synchronised batch normalisation all ranks decide together. This call is then a collective in every step, unless
         `keep_bytes` is 0 or None, or a graph did not fit before. `device`: of the ranks' message.
         """
-        is_short = any(graphs.is_out_of_memory for graphs in self.graphs_of_towers)
+        is_short = any(graphs.is_out_of_memory for graphs in graphs_of_towers)
         keeps_graphs = self.keep_bytes and not self.is_disabled
-        may_repeat_alone = all(graphs.memory_policy is ShortMemoryPolicy.RETRY for graphs in self.graphs_of_towers)
+        may_repeat_alone = all(graphs.memory_policy is ShortMemoryPolicy.RETRY for graphs in graphs_of_towers)
         if keeps_graphs and not may_repeat_alone:
             is_short = bool(largest_of_ranks(is_short, device))
         if is_short:
             log.warning("cache.keep: out of memory for a kept graph; this process keeps none from now on")
             self.is_disabled = True
-            for graphs in self.graphs_of_towers:
+            for graphs in graphs_of_towers:
                 graphs.drop_all()
-
-    @property
-    def graph_bytes(self) -> int:
-        """Bytes of a chunk's graph of the first tower that has a second pass; 0 before it is measured."""
-        return next((graphs.graph_bytes for graphs in self.graphs_of_towers if graphs.graph_bytes), 0)
 
 
 def num_that_fit(memory: float, num_chunks: int, graph_bytes: float, earlier: Iterable[tuple[int, float]] = ()) -> int:

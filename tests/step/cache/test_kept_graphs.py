@@ -76,7 +76,7 @@ def test_a_tower_on_the_cpu_is_measured_in_a_process_that_uses_a_gpu(monkeypatch
     monkeypatch.setattr(RandomState, "now", lambda device=None: RandomState(torch.get_rng_state(), None))
     cache = cached(model, 2.5 * size)
     cache.step(*samples(N))
-    assert cache.graph_budget.graph_bytes == size
+    assert cache.graph_bytes == size
 
 
 def test_a_graphs_bytes_are_without_the_weights_and_without_views_of_them() -> None:
@@ -239,9 +239,11 @@ def test_the_graphs_that_fit(memory: float, graph_bytes: int, earlier: list[tupl
 
 
 def test_a_plan_leaves_out_reserved_memory_and_measures_no_tower_without_a_second_pass() -> None:
-    budget = GraphBudget(100, [KeptGraphs(chunk_rows=8, graph_bytes=10)])
-    assert budget.plan(0, 8, 20, RETRY, on_gpu=False, reserved_bytes=35).num_planned == 6
-    assert [budget.plan(0, 9, num_keepable, RETRY, on_gpu=False).is_measuring for num_keepable in (0, 4)] == [0, 1]
+    budget = GraphBudget(100)
+    last = KeptGraphs(chunk_rows=8, graph_bytes=10)
+    assert budget.plan(last, [], 8, 20, RETRY, on_gpu=False, reserved_bytes=35).num_planned == 6
+    for num_keepable, measures in (0, False), (4, True):
+        assert budget.plan(last, [], 9, num_keepable, RETRY, on_gpu=False).is_measuring is measures
 
 
 @pytest.mark.parametrize(("sizes", "agreed"), [([9], 9), ([9, 5], 9), ([9, 5, 6], 6), ([9, 7, 6], 7)])
