@@ -193,7 +193,7 @@ def test_no_text_of_a_program_names_a_file_that_a_wheel_lacks() -> None:
 
 
 def definitions() -> set[str]:
-    """Classes, functions, constants, methods and attributes as `Class.name`, of all modules and of the tests of imports."""
+    """Classes, functions, constants, methods and attributes as `Class.name`: of the package, and of test_imports.py."""
     names = set()
     for path in (*PACKAGE.rglob("*.py"), Path(__file__).with_name("test_imports.py")):
         for node in ast.walk(tree_of(path)):
