@@ -272,7 +272,7 @@ def measure(**job: Any) -> list[Row]:
     if job["method"].removeprefix("compiled-").startswith("open_clip") and find_spec("open_clip_train") is None:
         return [{"status": "not installed", "reason": "install open_clip_torch with its training loop"}]
     step = Step(job["method"], job["model"], job["chunk"], job["precision"], job["device"])
-    flops = Flops.of(step.config, step.model, step.device)  # while the model has its towers
+    flops = Flops.of_model(step.config, step.model, step.device)  # while the model has its towers
     whole = step.kind == "compiled" and step.base.endswith("plain")  # its graphs know one size alone
     batch, meters = job["batch"], []
     whole = whole or bool(step.cache.keep_bytes)  # the first step at a batch measures its graphs

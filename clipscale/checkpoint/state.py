@@ -58,7 +58,7 @@ class CheckpointDescription:
     version: str = __version__
 
     @classmethod
-    def of(cls, tree: Mapping[str, Any]) -> Self:
+    def from_tree(cls, tree: Mapping[str, Any]) -> Self:
         """What the tree in a checkpoint's files has of this class. Fields of other versions are left out."""
         field_names = {own.name for own in fields(cls)}
         values = {"version": "", **{name: value for name, value in tree.items() if name in field_names}}
@@ -68,8 +68,8 @@ class CheckpointDescription:
             **values
             | {
                 "chunks": ChunkSizes(**chunks) if chunks else None,
-                "random": [RandomState.of(record) for record in values.get("random", ())],
-                "position": DataPosition.of(position) if position else None,
+                "random": [RandomState.from_state_dict(record) for record in values.get("random", ())],
+                "position": DataPosition.from_state_dict(position) if position else None,
             }
         )
 

@@ -130,7 +130,7 @@ clipscale embed model=vit-b32 model.weights=laion2b_s34b_b79k data=/data/mine ou
     ),
     "plan": Verb(
         plan.PlanConfig,
-        "clipscale.tools.plan.show:main",
+        "clipscale.tools.plan.verb:main",
         """\
 clipscale plan model=vit-l14 batch=4M hardware=a800-80g gpus=8
 clipscale plan experiment=infcl-vit-l14 batch=1M hardware=h100-80g gpus=8 nodes=4 host_memory=1024G json=true""",

@@ -35,11 +35,11 @@ class RandomState:
         )
 
     def state_dict(self) -> RandomStateDict:
-        """The states in a checkpoint: `RandomState.of` reads them."""
+        """The states in a checkpoint: `RandomState.from_state_dict` reads them."""
         return {"cpu": self.cpu, "cuda": self.cuda}
 
     @staticmethod
-    def of(state: RandomStateDict) -> "RandomState":
+    def from_state_dict(state: RandomStateDict) -> "RandomState":
         return RandomState(state["cpu"], state["cuda"])
 
     def restore(self) -> None:

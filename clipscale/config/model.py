@@ -113,7 +113,7 @@ class ModelConfig:
     )
 
     @staticmethod
-    def of(values: Mapping[str, object]) -> "ModelConfig":
+    def from_values(values: Mapping[str, object]) -> "ModelConfig":
         """The model's settings in a checkpoint. Raises UserError."""
         return dataclass_from(ModelConfig, values)
 

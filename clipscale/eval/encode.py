@@ -48,7 +48,7 @@ def gather_batches(batches: Sequence[Tensor], count: int, batch_size: int, world
     """The rows of all batches on every rank, in order: (count, ...). `batches`: this rank's, by `batch_ranges`."""
     batch_size = min(batch_size, count)
     rows = torch.stack([torch.cat([x, x.new_zeros(batch_size - len(x), *x.shape[1:])]) for x in batches])
-    comm = Communicator.of(None)
+    comm = Communicator.for_group(None)
     gathered = comm.all_gather(rows) if comm else rows
     ordered = gathered.view(world.size, len(batches), *rows.shape[1:]).transpose(0, 1)
     return ordered.reshape(-1, *rows.shape[2:])[:count]

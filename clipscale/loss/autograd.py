@@ -88,7 +88,7 @@ class NeedsGrad(NamedTuple):
     module: tuple[bool, ...]
 
     @classmethod
-    def of(cls, needed: Sequence[bool]) -> "NeedsGrad":
+    def from_flags(cls, needed: Sequence[bool]) -> "NeedsGrad":
         """The needs, from one entry for each tensor of `ContrastiveLoss`."""
         images, texts, scale, bias, *module = needed
         return cls(images, texts, scale, bias, tuple(module))
@@ -117,7 +117,9 @@ class ContrastiveLoss(torch.autograd.Function):
                 forward_sweep(call, rows, cols, LossParameters(scale, bias))
             else:
                 needed = [call.needs_backward and needs for needs in ctx.needs_input_grad[1:]]
-                grads = backward_sweep(call, rows, cols, inputs, NeedsGrad.of(needed), scale.new_tensor(1 / ctx.count))
+                grads = backward_sweep(
+                    call, rows, cols, inputs, NeedsGrad.from_flags(needed), scale.new_tensor(1 / ctx.count)
+                )
                 ctx.grads = grads if any(needed) else None
             total = call.exchange.all_reduce_sum(local_loss_sum(rows, cols))
 
@@ -142,7 +144,7 @@ class ContrastiveLoss(torch.autograd.Function):
             grads = [None if x is None else x.mul_(grad_output) for x in grads]
         else:
             with matmul_precision(call.inputs, call.similarity), replay_rng(ctx.random):
-                grads = backward_sweep(call, rows, cols, inputs, NeedsGrad.of(needed), grad_output / ctx.count)
+                grads = backward_sweep(call, rows, cols, inputs, NeedsGrad.from_flags(needed), grad_output / ctx.count)
         return None, *(None if x is None else x.to(like.dtype) for x, like in zip(grads, inputs))
 
 

@@ -27,7 +27,7 @@ class Communicator:
     """The transfers of a process group."""
 
     @classmethod
-    def of(cls, group: dist.ProcessGroup | DeviceMesh | None) -> "Communicator | None":
+    def for_group(cls, group: dist.ProcessGroup | DeviceMesh | None) -> "Communicator | None":
         """The transfers of a group, or of a mesh of one dimension. None if the group is this process alone."""
         if not dist.is_initialized():
             return None

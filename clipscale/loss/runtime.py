@@ -47,8 +47,8 @@ class LossRuntime:
         return group_size // node_size if node_size and group_size % node_size == 0 else 1
 
     def communicator(self, group: dist.ProcessGroup | DeviceMesh | None) -> Communicator | None:
-        """See `Communicator.of`."""
-        return Communicator.of(group)
+        """See `Communicator.for_group`."""
+        return Communicator.for_group(group)
 
     def is_gpu(self, device: torch.device) -> bool:
         return device.type == "cuda"

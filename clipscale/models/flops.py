@@ -180,7 +180,7 @@ class Flops:
     texts_per_sample: int = 1
 
     @staticmethod
-    def of(config: ModelConfig, model: ClipModel, device: torch.device, texts_per_sample: int = 1) -> "Flops":
+    def of_model(config: ModelConfig, model: ClipModel, device: torch.device, texts_per_sample: int = 1) -> "Flops":
         """The FLOPs of a model built by `config`. Its parameters say what trains. `texts_per_sample`: see the field."""
         trained = trained_names(model.text.encoder)
         decoder_trained = set() if model.decoder is None else trained_names(model.decoder)

@@ -74,7 +74,7 @@ def build(resolved: ResolvedRun, world: World) -> BuiltRun:
         )
         restore_state(resolved, train_step, world)
 
-        flops = Flops.of(config.model, model, world.device, config.data.text_layout.texts_per_sample)
+        flops = Flops.of_model(config.model, model, world.device, config.data.text_layout.texts_per_sample)
         operations_left = (data.schedule.end - resolved.step) * data.local_batch * flops.per_sample()
         is_compiled = should_compile(config.model.compile, operations_left, flops.peak) and compile_step(
             train_step, config, data.local_batch

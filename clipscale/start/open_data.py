@@ -94,8 +94,8 @@ def open_train_stream(
         tokenizer,
         shards,
         position=position,
-        gpu=world.device.type == "cuda",
-        free=free,
+        pin_memory=world.device.type == "cuda",
+        free_bytes=free,
     )
 
 

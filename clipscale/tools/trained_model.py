@@ -32,7 +32,7 @@ def load_checkpoint(path: Path, weights: str = "trained") -> tuple[ClipModel, Mo
         state = checkpoint.load(path, entries=("model", "ema"))
         if weights == "ema" and not state.ema:
             raise UserError(f"weights=ema: {path} holds no average; take weights=trained, or train with ema=0.9999")
-        config = replace(without_weights(ModelConfig.of(state.model_config)), lora=0)
+        config = replace(without_weights(ModelConfig.from_values(state.model_config)), lora=0)
         model = build_model(config)
         trained = state.model | (state.ema["weights"] if state.ema and weights == "ema" else {})
         model.load_state_dict(adapters.merge_run_adapters(trained))

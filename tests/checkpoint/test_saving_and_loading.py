@@ -65,7 +65,7 @@ def test_what_is_loaded_is_what_was_saved(tmp_path: Path) -> None:
     assert loaded.optimizer["state"]["w"]["step"] == 3
     assert loaded.optimizer["param_groups"] == [{"lr": 1e-300}]
     assert (loaded.step, loaded.loss, loaded.ema, loaded.version) == (4, 0.5, None, __version__)
-    of_others = checkpoint.CheckpointState.of({"step": 4, "a field of a later version": 1})
+    of_others = checkpoint.CheckpointState.from_tree({"step": 4, "a field of a later version": 1})
     assert (of_others.step, of_others.version) == (4, "")
     assert not checkpoint.load(path, entries=("model",)).optimizer["state"]["w"], "no other tensors are read"
 
@@ -93,7 +93,7 @@ def test_chunks_and_positions_have_the_form_that_earlier_versions_read(tmp_path:
     assert values["position"] == {"order": "digest", "streams": 2, "at": {"0": [1, 5], "1": [0, 7, [2, 3], [0, 4]]}}
     loaded = checkpoint.load(path)
     assert (loaded.chunks, loaded.position) == (ChunkSizes(8, 16, "cpu"), position)
-    older = checkpoint.CheckpointState.of({"step": 4, "chunks": {}, "position": {}})
+    older = checkpoint.CheckpointState.from_tree({"step": 4, "chunks": {}, "position": {}})
     assert (older.chunks, older.position, older.random) == (None, None, [])
 
 

@@ -65,7 +65,9 @@ def open_stream(
         loader, "parse_selection", lambda config, **given: kind(**vars(parse_selection(config, **given)))
     ):
         shards = loader.order_shards(config, share, seed, position)
-        return loader.open_stream(config, share, side, tokenizer or Letters(), shards, position=position, gpu=gpu)
+        return loader.open_stream(
+            config, share, side, tokenizer or Letters(), shards, position=position, pin_memory=gpu
+        )
 
 
 def contents(stream: TrainStream, steps: int) -> list[tuple[list[int], bytes, bytes]]:
@@ -101,7 +103,7 @@ def all_ids(paths: list[Path], sizes: list[int]) -> Counter[int]:
 def positions(streams: list[TrainStream]) -> DataPosition:
     """The streams' position, as a checkpoint would hold it."""
     merged = merge_positions([stream.position() for stream in streams])
-    return DataPosition.of(json.loads(json.dumps(merged.state_dict())))
+    return DataPosition.from_state_dict(json.loads(json.dumps(merged.state_dict())))
 
 
 class OneSegment:

@@ -60,7 +60,7 @@ def test_a_backward_pass_computes_what_trains_and_what_lies_above_it(case: str) 
     model = build_model(config)
     assert image_flops(config, trained_names(model.image.encoder)) == (IMAGE_FORWARD, image)
     assert text_flops(config, trained_names(model.text.encoder)) == (TEXT_FORWARD, text)
-    flops = Flops.of(config, model, torch.device("cpu"))
+    flops = Flops.of_model(config, model, torch.device("cpu"))
     assert flops.per_sample() == IMAGE_FORWARD + image + TEXT_FORWARD + text
     assert flops.utilisation(100.0) is None, "a CPU's peak is not known"
 
@@ -95,15 +95,15 @@ def test_a_captioners_decoder_costs_its_layers_and_the_vocabulary() -> None:
     across = 2 * labels * width * width * (1 + 1 + 8) + 2 * seen * width * width * 2 + 2 * 2 * labels * seen * width
     forward = 2 * (sum(block(labels).values()) + across) + 2 * labels * width * 50
     assert decoder_flops(config, trained_names(model.decoder), labels + 1) == (forward, 2 * forward)
-    with_decoder = Flops.of(config, model, torch.device("cpu")).per_sample({6: 3})
+    with_decoder = Flops.of_model(config, model, torch.device("cpu")).per_sample({6: 3})
     model.decoder.requires_grad_(False)
-    alone = Flops.of(config, model, torch.device("cpu")).per_sample({6: 3})
+    alone = Flops.of_model(config, model, torch.device("cpu")).per_sample({6: 3})
     assert with_decoder - alone == 3 * forward
 
 
 def test_short_captions_cost_less() -> None:
     config = ModelConfig(name="small", architecture=SMALL)
-    flops = Flops.of(config, build_model(config), torch.device("cpu"))
+    flops = Flops.of_model(config, build_model(config), torch.device("cpu"))
     short = 3 * (LAYERS * sum(block(4).values()) + PROJECT)
     assert flops.per_sample({4: 3, 8: 1}) - flops.image_flops == (3 * short + 3 * TEXT_FORWARD) / 4
 

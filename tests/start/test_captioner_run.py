@@ -41,8 +41,8 @@ def captioning(shards: str, run: Path, **given: Any) -> TrainConfig:
 @pytest.fixture
 def peak(monkeypatch: pytest.MonkeyPatch) -> float:
     """The FLOP/s of this device, as if it were known."""
-    of = Flops.of
-    monkeypatch.setattr(Flops, "of", lambda *given: replace(of(*given), peak=1e12))
+    of = Flops.of_model
+    monkeypatch.setattr(Flops, "of_model", lambda *given: replace(of(*given), peak=1e12))
     return 1e12
 
 

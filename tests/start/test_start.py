@@ -218,7 +218,7 @@ def test_ranks_that_see_different_shards_do_not_start(
         train_loop(ten_step_config(demo, tmp_path / "run"), ONE_RANK)
 
 
-@pytest.mark.parametrize("part", ["clipscale.start.build.build_model", "clipscale.start.build.Flops.of"])
+@pytest.mark.parametrize("part", ["clipscale.start.build.build_model", "clipscale.start.build.Flops.of_model"])
 def test_data_workers_start_before_the_model_is_built_and_end_if_a_later_part_fails(
     shards: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, part: str
 ) -> None:

@@ -64,7 +64,7 @@ def warm_up() -> None:
     config = ModelConfig(name="test", architecture=ARCHITECTURE)
     with torch.random.fork_rng():
         model = build_model(config)
-    Flops.of(config, model, torch.device("cpu")).per_sample({8: 1, 16: 1, 24: 1})
+    Flops.of_model(config, model, torch.device("cpu")).per_sample({8: 1, 16: 1, 24: 1})
     features = model.image(torch.zeros(2, 3, 30, 30)), model.text(torch.ones(2, 24, dtype=torch.long))
     (features[0] @ features[1].T * model.logit_scale.exp()).sum().backward()
     build_optimizer(model, OptimConfig()).step()

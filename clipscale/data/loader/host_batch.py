@@ -80,16 +80,16 @@ class Layout:
         return self.slots * sum(spec.size for spec in self.slot_arrays().values())
 
 
-def check_memory(layout: Layout, free: int | None) -> str:
+def check_memory(layout: Layout, free_bytes: int | None) -> str:
     """Check the batch memory. Returns a line that states it. Raises UserError if the machine has too little for all its
     processes.
 
-    `free`: `free_memory` before any process of this machine allocated its batches; None to ask now.
+    `free_bytes`: `free_memory` before any process of this machine allocated its batches; None to ask now.
     """
-    if free is None:
-        free = free_memory()
+    if free_bytes is None:
+        free_bytes = free_memory()
     processes = ranks.local_world_size()
-    share = free / processes
+    share = free_bytes / processes
     need = layout.memory_bytes()
     batches = f"{layout.slots} x {layout.samples} samples"
     if need > share:

@@ -70,22 +70,22 @@ def open_stream(
     shards: OrderedShards,
     *,
     position: DataPosition | None = None,
-    gpu: bool = False,
-    free: int | None = None,
+    pin_memory: bool = False,
+    free_bytes: int | None = None,
 ) -> TrainStream:
     """Open the stream of batches over `shards`, at the start or at the run's `position`.
 
-    `image_size`: the side of the model's pictures in pixels. `gpu`: page-lock the batch memory. `free`: see
-    `check_memory`. Raises UserError for settings or shards that cannot work.
+    `image_size`: the side of the model's pictures in pixels. `pin_memory`: page-lock the batch memory. `free_bytes`:
+    see `check_memory`. Raises UserError for settings or shards that cannot work.
     """
     selection = parse_selection(config, first_caption_only=bool(shards.teachers))
-    empty, other = (np.asarray(tokenizer([text]))[0] for text in ("", "a"))
-    start = start_positions(shards, position, share)
-    workers = worker_count(config, len(start))
-    layout = layout_of(config, share.local_batch, image_size, len(empty), workers, shards.teachers)
-    memory_line = check_memory(layout, free)
+    empty_tokens, other_tokens = (np.asarray(tokenizer([text]))[0] for text in ("", "a"))
+    start_by_stream = start_positions(shards, position, share)
+    num_workers = worker_count(config, len(start_by_stream))
+    layout = layout_of(config, share.local_batch, image_size, len(empty_tokens), num_workers, shards.teachers)
+    memory_line = check_memory(layout, free_bytes)
     arena = create_arena(layout)
-    count = max(1, workers)
+    num_fillers = max(1, num_workers)
     spec = WorkerSpec(
         shards=shards,
         subset=subset_of(config),
@@ -93,23 +93,23 @@ def open_stream(
         timeout_s=config.timeout_s,
         transform=TrainTransform(image_size, config.augment),
         tokenizer=tokenizer,
-        padding=Padding.of(empty, other),
+        padding=Padding.from_tokens(empty_tokens, other_tokens),
         selection=selection,
-        start_by_stream=start,
+        start_by_stream=start_by_stream,
         share=share,
-        samples_per_report=max(SAMPLES_PER_REPORT, share.local_batch // (count * MAX_REPORTS)),
+        samples_per_report=max(SAMPLES_PER_REPORT, share.local_batch // (num_fillers * MAX_REPORTS)),
     )
     # Workers take streams in turn, so that all of them fill the batch from its first rows on.
-    streams = list(start.items())
-    specs = [replace(spec, start_by_stream=dict(streams[number::count])) for number in range(count)]
+    streams = list(start_by_stream.items())
+    specs = [replace(spec, start_by_stream=dict(streams[number::num_fillers])) for number in range(num_fillers)]
     readers: Workers | InProcessWorker
-    if workers:
+    if num_workers:
         readers = start_workers(specs, arena, config.timeout_s)
     else:
         readers = InProcessWorker(open_filler(specs[0], arena, no_poll))
-    stream = TrainStream(specs, arena, readers, start, memory_line)
+    stream = TrainStream(specs, arena, readers, start_by_stream, memory_line)
     stream.request_first()
-    if gpu:
+    if pin_memory:
         arena.pin()  # takes half a second a GiB, while the workers read
     return stream
 
@@ -142,12 +142,12 @@ def layout_of(
     samples: int,
     image_size: int,
     context_length: int,
-    workers: int,
+    num_workers: int,
     teachers: tuple[TeacherFeatures, ...] = (),
 ) -> Layout:
     """The batch memory of a rank with `samples` samples in its local batch."""
     return Layout(
-        slots=config.buffers if workers else 1,
+        slots=config.buffers if num_workers else 1,
         samples=samples,
         image_size=image_size,
         context_length=context_length,

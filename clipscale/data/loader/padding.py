@@ -17,7 +17,7 @@ class Padding:
     eos_is_pad: bool = False
 
     @classmethod
-    def of(cls, empty: np.ndarray, other: np.ndarray) -> "Padding":
+    def from_tokens(cls, empty: np.ndarray, other: np.ndarray) -> "Padding":
         """The padding of a tokenizer, given its tokens (T,) of an empty caption and of another one.
 
         An end token that is not the padding is the last other token of both.

@@ -20,11 +20,11 @@ class StreamPosition(NamedTuple):
     sources: tuple[tuple[int, int], ...] = ()
 
     def state_dict(self) -> StreamStateDict:
-        """The position in a checkpoint: `StreamPosition.of` reads it."""
+        """The position in a checkpoint: `StreamPosition.from_state_dict` reads it."""
         return (self.epoch, self.samples, *self.sources)
 
     @staticmethod
-    def of(state: StreamStateDict) -> "StreamPosition":
+    def from_state_dict(state: StreamStateDict) -> "StreamPosition":
         epoch, samples, *sources = state
         return StreamPosition(epoch, samples, tuple((source[0], source[1]) for source in sources))
 
@@ -49,13 +49,13 @@ class DataPosition:
     by_stream: Mapping[int, StreamPosition] = field(default_factory=dict)
 
     def state_dict(self) -> PositionStateDict:
-        """The position in a checkpoint: `DataPosition.of` reads it."""
+        """The position in a checkpoint: `DataPosition.from_state_dict` reads it."""
         at = {str(stream_id): position.state_dict() for stream_id, position in self.by_stream.items()}
         return {"order": self.order_fingerprint, "streams": self.num_streams, "at": at}
 
     @staticmethod
-    def of(state: PositionStateDict) -> "DataPosition":
-        at = {int(stream_id): StreamPosition.of(values) for stream_id, values in state["at"].items()}
+    def from_state_dict(state: PositionStateDict) -> "DataPosition":
+        at = {int(stream_id): StreamPosition.from_state_dict(values) for stream_id, values in state["at"].items()}
         return DataPosition(state["order"], state["streams"], at)
 
 

@@ -123,7 +123,7 @@ class Window:
     num_bytes: int = 0
 
     @classmethod
-    def of(cls, epoch: int, segment: Segment, samples: Sequence[RawSample]) -> "Window":
+    def holding(cls, epoch: int, segment: Segment, samples: Sequence[RawSample]) -> "Window":
         """`samples`: in the order in which they are given out."""
         return cls([(epoch, segment, sample) for sample in reversed(samples)], _num_bytes(samples))
 
@@ -146,7 +146,7 @@ class WindowEnd(Enum):
     SHARD_END = auto()
 
     @classmethod
-    def of(cls, cursor: WindowCursor, samples_read: Sequence[RawSample]) -> "WindowEnd":
+    def after(cls, cursor: WindowCursor, samples_read: Sequence[RawSample]) -> "WindowEnd":
         """`samples_read`: the samples of the cursor's window that were read."""
         if len(samples_read) == cursor.size:
             return cls.FULL
@@ -219,7 +219,7 @@ class ShardReader:
         is_last = False
         while not is_last:
             samples_read = yield from self._read_window(cursor)
-            end = WindowEnd.of(cursor, samples_read)
+            end = WindowEnd.after(cursor, samples_read)
             needs_others = end is WindowEnd.CUT and cursor.is_partly_in_segment
             if end is not WindowEnd.FULL:
                 cursor.resize(len(samples_read))
@@ -237,7 +237,7 @@ class ShardReader:
                 samples += _placeholder_of_rest(cursor, failure, url)
             while self._outgoing.items:
                 yield self._next_outgoing()
-            self._outgoing = Window.of(epoch, segment, samples)
+            self._outgoing = Window.holding(epoch, segment, samples)
             del samples_read, samples  # a sample's memory is then free once it is given out
 
     def _read_window(self, cursor: WindowCursor) -> Generator[OutgoingSample, None, list[RawSample]]:

@@ -147,7 +147,7 @@ class ShardStream:
         negatives = spec.selection.draw_negatives(item.members, CounterRNG(seed, NEGATIVE, *place))
         fallback_number = item.key if spec.repeats_samples else item.index
         sameness_key = spec.selection.sameness_key(item, captions[0][0], f"{segment.shard} {fallback_number}")
-        features = [teacher.of(item.members) for teacher in spec.shards.teachers]
+        features = [teacher.read(item.members) for teacher in spec.shards.teachers]
         texts = [draw_part(text, part, rng, spec.fits_context) if part else text for text, part in captions]
         spec.transform(image_bytes(item.members), CounterRNG(seed, AUGMENT, *place), row)
         return SampleAnnotations(texts + negatives, sameness_key, features)

@@ -53,17 +53,17 @@ class TrainStream:
         specs: Sequence[WorkerSpec],
         arena: Arena,
         workers: Workers | InProcessWorker,
-        start: dict[int, StreamPosition],
+        start_by_stream: dict[int, StreamPosition],
         memory_line: str,
     ) -> None:
-        """`start`: the position of each of the rank's shard streams. `memory_line`: for the user."""
+        """`start_by_stream`: the position of each of the rank's shard streams. `memory_line`: for the user."""
         self.memory_line = memory_line
         self._arena = arena
         self.workers = workers
         self._shards = specs[0].shards
         self._rows = [np.concatenate(spec.rows()) for spec in specs]  # each worker's rows, in the order it fills them
-        self._positions = start
-        self._num_streams = len(start)
+        self._positions = start_by_stream
+        self._num_streams = len(start_by_stream)
         self._step = -1
         self._is_last_discarded = False
         self._batches: dict[int, PendingBatch] = {}
@@ -76,8 +76,7 @@ class TrainStream:
         self._defers_failures = False
         self._poll: Poll = no_poll
         # The error of the workers, or of a wait for them. After an error, reading rows does not wait, and the rows may
-        # have no samples in them. The caller must discard the batch with
-        # `discard_last_batch`.
+        # have no samples in them. The caller must discard the batch (`discard_last_batch`).
         self.failure: UserError | None = None
         # Samples of an epoch of all ranks; None if shards are drawn with replacement.
         self.epoch_samples = self._shards.epoch_samples

@@ -60,7 +60,7 @@ class TeacherFeatures:
         empty = np.zeros(self.shape, self.dtype)
         return encoded_array(empty)[: -empty.nbytes]
 
-    def of(self, members: dict[str, bytes]) -> np.ndarray:
+    def read(self, members: dict[str, bytes]) -> np.ndarray:
         """A sample's array. Raises BrokenSampleError: `no_features`, `bad_features`.
 
         numpy would allocate whatever a header claims, so this has to be the one that numpy writes.

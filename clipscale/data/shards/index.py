@@ -49,8 +49,6 @@ _LOOKUP = f"CREATE INDEX IF NOT EXISTS states ON shards ({_COLUMNS})"
 THREADS = 16
 # Fewer shards than this are scanned in one process: starting others takes longer.
 MIN_PARALLEL_SHARDS = 16
-
-
 # Stands after the version in an entry made by the present rule of what a sample is. The rule before it took repeated
 # members of a key for one sample, and ignored links.
 RULE_MARK = " #2"

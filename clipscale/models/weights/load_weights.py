@@ -58,7 +58,7 @@ def completed_by_weights(config: ModelConfig, resumed: "CheckpointDescription | 
     4. the whole model's weights.
     """
     if resumed is not None:
-        trained = ModelConfig.of(resumed.model_config)
+        trained = ModelConfig.from_values(resumed.model_config)
         with_name = config if config.name else replace(config, name=trained.name, architecture=trained.architecture)
         return replace(
             with_name,

@@ -72,7 +72,7 @@ def with_trained_architecture(config: ModelConfig, run_dir: Path) -> ModelConfig
     """
     trained = None
     with suppress(UserError, *files.DAMAGED_OR_FOREIGN):
-        trained = ModelConfig.of(settings_of_run(run_dir)["model"])
+        trained = ModelConfig.from_values(settings_of_run(run_dir)["model"])
     other = trained or source_in_run(run_dir, f"run={run_dir}", "").model
     return replace(
         _with_model(config, other), init_bias=other.init_bias if config.init_bias is None else config.init_bias

@@ -113,7 +113,7 @@ def source_in_run(folder: Path, origin: str, key: str) -> Source:
         folder = find_checkpoint(folder, "best" if key == "best" else "latest")
         key = key if key != "best" else ""
     with files.damage_to_user_error(f"{origin}: damaged checkpoint", folder, "give another one of the run"):
-        trained = ModelConfig.of(checkpoint_values(folder)["model_config"])
+        trained = ModelConfig.from_values(checkpoint_values(folder)["model_config"])
     return Source(origin, folder, model=trained, key=key)
 
 

@@ -54,7 +54,7 @@ class ParameterCounts:
     trained: int
 
     @staticmethod
-    def of(model: nn.Module) -> "ParameterCounts":
+    def of_model(model: nn.Module) -> "ParameterCounts":
         sizes = [(p.numel(), p.requires_grad) for p in model.parameters()]
         return ParameterCounts(sum(size for size, _ in sizes), sum(size for size, trains in sizes if trains))
 
@@ -284,7 +284,7 @@ def dry_run(config: TrainConfig, world_size: int, capability: int | None, nodes:
     with without_memory() as tracker, cuda_autocast() if capability else nullcontext(), running_on(runtime):
         before = tracker.live
         step = build_dry_step(config, model, on_gpu=capability is not None)
-        parameters = ParameterCounts.of(model)
+        parameters = ParameterCounts.of_model(model)
         towers = tower_modules(config, model)
         memory = state_memory(step, towers, tracker, before)
         if world_size > 1:

@@ -31,7 +31,7 @@ class GatheredWeights:
     replay: int = 0
 
     @classmethod
-    def of(cls, towers: Sequence[nn.Module], parallel: str, dtype: torch.dtype) -> "GatheredWeights":
+    def of_towers(cls, towers: Sequence[nn.Module], parallel: str, dtype: torch.dtype) -> "GatheredWeights":
         """Compute the bytes of the modules that are sharded one by one.
 
         In stage 3 a block's weights are gathered while the block before it computes.
@@ -151,7 +151,7 @@ def divided_among_ranks(
     sharded = [[module for module in modules if trains(module)] for modules in towers]
     divided = {p for modules in sharded for module in modules for p in module.parameters()}
     undivided = sum(p.nbytes for p in model.parameters() if p not in divided)
-    gathered = [GatheredWeights.of(modules, parallel, gathered_dtype) for modules in sharded]
+    gathered = [GatheredWeights.of_towers(modules, parallel, gathered_dtype) for modules in sharded]
     for module in itertools.chain.from_iterable(sharded):
         cast_product_weights_(module, gathered_dtype)
     share = [size // world_size for size in memory.gradients]

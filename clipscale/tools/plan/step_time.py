@@ -19,7 +19,6 @@ PLAIN_STEPS = files.read_yaml(Path(__file__).with_name("plain_steps.yaml"))
 SAME_SIZE = math.log(1.6)
 # A chip reaches at most this many times the share of its peak that was measured on another chip.
 MAX_SHARE_RATIO = 1.2
-
 # The least seconds that a host needs to issue one operation of torch: the dispatcher and a launch take 5 to 8 us.
 LAUNCH_S = 6e-6
 # The estimate needs a model with this many operations in a sample's forward pass: a tenth of the smallest known

@@ -18,15 +18,15 @@ def test_a_member_that_is_no_array_of_this_shape_is_broken() -> None:
     """Only the header is believed, and it is checked first: numpy would allocate whatever it claims."""
     teacher = TeacherFeatures("t.npy", 4, "float16", 1.0)
     array = np.arange(8, dtype=np.float16).reshape(2, 4)
-    assert np.array_equal(teacher.of({"t.npy": encoded_array(array)}), array)
+    assert np.array_equal(teacher.read({"t.npy": encoded_array(array)}), array)
     huge = b"\x93NUMPY\x01\x00" + b"\xff" * (1 << 20)
     nan = encoded_array(np.full((2, 4), np.nan, np.float16))
     others = (encoded_array(array.astype(np.float32)), encoded_array(array[:, :3]), encoded_array(array)[:-1])
     for data in (b"", huge, nan, *others):
         with pytest.raises(BrokenSampleError, match="bad_features"):
-            teacher.of({"t.npy": data})
+            teacher.read({"t.npy": data})
     with pytest.raises(BrokenSampleError, match="no_features"):
-        teacher.of({})
+        teacher.read({})
 
 
 def test_teachers_are_read_as_their_note_says(tmp_path: Path) -> None:

@@ -154,7 +154,7 @@ def test_a_second_teacher_reads_the_shards_of_the_first(run: str, tmp_path: Path
     assert (one.dtype, two.dtype, one.width, two.width) == ("float32", "float16", 16, 16)
     raws = [*read_shard(str(second / "x.tar"), ReadFailure())]
     assert [(raw.key, len(raw.members)) for raw in raws] == [("a", 5), ("b", 2), ("c", 5)]
-    assert np.allclose(one.of(raws[0].members), two.of(raws[0].members), atol=1e-3)
+    assert np.allclose(one.read(raws[0].members), two.read(raws[0].members), atol=1e-3)
 
 
 def test_teachers_that_are_not_the_same_in_all_folders_are_not_noted_as_one(run: str, tmp_path: Path) -> None:

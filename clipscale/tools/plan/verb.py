@@ -1,4 +1,4 @@
-"""`clipscale plan`: prints whether a run fits, and how long a step may take."""
+"""The verb `clipscale plan`: prints whether a run fits, and how long a step may take."""
 
 import json
 from dataclasses import replace
