@@ -108,14 +108,14 @@ class Saver:
         sizes = {name: tensor.nbytes for name, tensor in tensors.items() if not isinstance(tensor, DTensor)}
         owners = assign_writers(sizes, self.world.size)
         rank = self.world.rank
-        several = self.world.size > 1
+        is_distributed = self.world.size > 1
         ignore_warning_of_one_process()  # the filter also applies in the thread that writes
         result = dcp.async_save(
             {name: tensor for name, tensor in tensors.items() if owners.get(name, rank) == rank},
             storage_writer=ChecksumWriter(self._temporary(step), values_text(values), partial(self.commit, step)),
-            process_group=self.world.checkpoint_group if several else None,
+            process_group=self.world.checkpoint_group if is_distributed else None,
             async_stager=self._stager,
-            no_dist=not several,
+            no_dist=not is_distributed,
         )
         assert isinstance(result, Future)
         self._pending = step, result
@@ -236,9 +236,9 @@ def disk_error_in(error: BaseException) -> OSError | None:
 
 @dataclass(frozen=True)
 class ChecksummedWrite(WriteResult):
-    """A rank's message to rank 0 about a tensor that it has written: torch's facts, and its file's size and CRC-32."""
+    """A rank's message to rank 0 about a tensor that it has written: torch's facts, and about the tensor's file."""
 
-    file: tuple[int, int]
+    size_and_crc32: tuple[int, int]
 
 
 class ChecksumWriter(dcp.FileSystemWriter):
@@ -256,12 +256,15 @@ class ChecksumWriter(dcp.FileSystemWriter):
             results = super().write_data(plan, planner).value()
         except RuntimeError as error:
             raise disk_error_in(error) or error from error
-        file_sum = cache(lambda name: size_and_crc32(Path(self.checkpoint_id) / name))
+        sum_of_file = cache(lambda name: size_and_crc32(Path(self.checkpoint_id) / name))
         future: TorchFuture[list[WriteResult]] = TorchFuture()
         future.set_result(
             [
                 ChecksummedWrite(
-                    result.index, result.size_in_bytes, result.storage_data, file_sum(result.storage_data.relative_path)
+                    result.index,
+                    result.size_in_bytes,
+                    result.storage_data,
+                    sum_of_file(result.storage_data.relative_path),
                 )
                 for result in results
             ]
@@ -276,7 +279,7 @@ class ChecksumWriter(dcp.FileSystemWriter):
         super().finish(metadata, results)
         path = Path(self.checkpoint_id)
         sums = {
-            result.storage_data.relative_path: result.file
+            result.storage_data.relative_path: result.size_and_crc32
             for rank in results
             for result in rank
             if isinstance(result, ChecksummedWrite)

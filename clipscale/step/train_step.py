@@ -4,7 +4,6 @@ import math
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +13,7 @@ from clipscale.common.errors import UserError, clear_frames
 from clipscale.common.rng import RandomState
 from clipscale.common.signals import Poll
 from clipscale.data.loader.host_batch import HostBatch
+from clipscale.data.loader.stream import TrainStream
 from clipscale.distributed.agreement import raise_on_all_ranks, run_on_all_ranks
 from clipscale.distributed.fsdp import reshard
 from clipscale.distributed.parallel import gradient_norm, sum_gradients
@@ -33,27 +33,6 @@ from clipscale.step.step_loss import StepLoss, StepScalars
 
 # The logit scale is clamped to this after each step, as in CLIP.
 MAX_LOGIT_SCALE = 100.0
-
-
-class BatchStream(Protocol):
-    """What a step needs of the stream of its batches, which `TrainStream` has."""
-
-    @property
-    def waited_s(self) -> float:
-        """Seconds in which this rank has waited for samples so far."""
-
-    @property
-    def failure(self) -> Exception | None:
-        """Why no further sample can come; None if they can."""
-
-    def raise_failure(self) -> None:
-        """Raise the `failure`, if there is one."""
-
-    def upcoming(self) -> HostBatch | None:
-        """The next batch, if all of it has arrived."""
-
-    def discard_last_batch(self) -> None:
-        """Discard the last batch: the stream's position is then the one before it."""
 
 
 @dataclass(frozen=True)
@@ -92,7 +71,7 @@ class TrainStep:
     is_updating: bool = False
 
     def run(
-        self, batch: HostBatch, stream: BatchStream, step: int, *, lr: float, wants_save: bool, before_chunk: Poll
+        self, batch: HostBatch, stream: TrainStream, step: int, *, lr: float, wants_save: bool, before_chunk: Poll
     ) -> StepResult:
         """One step, with the gradient of the whole global batch. A collective.
 
@@ -134,7 +113,7 @@ class TrainStep:
         )
 
     @contextmanager
-    def rollback_on_error(self, stream: BatchStream) -> Iterator[None]:
+    def rollback_on_error(self, stream: TrainStream) -> Iterator[None]:
         """Undo a step that an error or a signal ends, so that a resume repeats it bit for bit.
 
         Restores random states and the statistics of batch normalisation, and discards the batch, so that the stream's
@@ -197,7 +176,7 @@ class TrainStep:
 
     # ---- update ----
 
-    def check_and_update(self, loss: StepLoss, stream: BatchStream, step: int) -> StepScalars:
+    def check_and_update(self, loss: StepLoss, stream: TrainStream, step: int) -> StepScalars:
         """Update the weights, unless the loss or the norm is not finite (with fp16 only the norm counts). Returns both.
 
         A collective. Raises as `run` does.
@@ -225,7 +204,7 @@ class TrainStep:
         assert self.model.logit_scale.grad is not None
         self.model.logit_scale.grad.fill_(math.nan)
 
-    def raise_if_failed_or_diverged(self, scalars: StepScalars, stream: BatchStream, step: int) -> None:
+    def raise_if_failed_or_diverged(self, scalars: StepScalars, stream: TrainStream, step: int) -> None:
         """Raise the reason why the scalars are not finite. A collective.
 
         It is the error of a rank whose stream has failed and which has poisoned its gradients, or else divergence.
