@@ -45,7 +45,7 @@ def image_flops(config: ModelConfig, trained: Set[str] = frozenset()) -> PassFlo
 
     The backward pass computes what the parameters `trained` need, layer by layer.
     """
-    return _image_flops(_described(config), frozenset(trained))
+    return _image_flops(_settings_key(config), frozenset(trained))
 
 
 @cache
@@ -59,7 +59,7 @@ def _image_flops(model: str, trained: frozenset[str]) -> PassFlops:
 
 def text_flops(config: ModelConfig, trained: Set[str] = frozenset(), length: int | None = None) -> PassFlops:
     """Counts as `image_flops` does, for one caption of `length` tokens, by default the whole context."""
-    return _text_flops(_described(config), frozenset(trained), length)
+    return _text_flops(_settings_key(config), frozenset(trained), length)
 
 
 @cache
@@ -75,7 +75,7 @@ def _text_flops(model: str, trained: frozenset[str], length: int | None) -> Pass
 
 def decoder_flops(config: ModelConfig, trained: Set[str] = frozenset(), length: int | None = None) -> PassFlops:
     """Counts a captioner's decoder, for the labels of one caption. Its gradient goes on to both towers."""
-    return _decoder_flops(_described(config), frozenset(trained), length)
+    return _decoder_flops(_settings_key(config), frozenset(trained), length)
 
 
 @cache
@@ -91,11 +91,11 @@ def _decoder_flops(model: str, trained: frozenset[str], length: int | None) -> P
 
 def unbuilt_encoders(config: ModelConfig) -> Encoders:
     """open_clip's encoders by a model's settings, without values."""
-    return _encoders(_described(config))
+    return _encoders(_settings_key(config))
 
 
-def _described(config: ModelConfig) -> str:
-    """The settings on which an encoder's operations depend, as text."""
+def _settings_key(config: ModelConfig) -> str:
+    """The settings on which an encoder's operations depend, as text by which results are cached."""
     return json.dumps([config.name, config.architecture, config.image_size, config.context_length])
 
 

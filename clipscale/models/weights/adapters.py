@@ -50,13 +50,13 @@ def merge_scale(names: Iterable[str], folder: Path, setting: str) -> float:
     has_products_alone = all(FACTOR_A in name or FACTOR_B in name for name in adapters)
     plain = has_products_alone and not any(config.get(word) for word in UNKNOWN_SETTINGS)
     bases = {name.replace(f".{BASE}.", ".") for name in every if f".{BASE}." in name}
-    targets = {_target(name) for name in adapters}
+    targets = {_weight_changed_by(name) for name in adapters}
     if not (plain and isinstance(alpha, int | float) and isinstance(rank, int) and rank > 0 and targets <= bases):
         raise UserError(f"{setting} has adapters of PEFT, such as {adapters[0]}; merge first: {MERGE_REMEDY}")
     return alpha / rank
 
 
-def _target(name: str) -> str:
+def _weight_changed_by(name: str) -> str:
     """The weight that an adapter's part changes: MODULE.lora_A.NAME.weight -> MODULE.weight."""
     module = name.partition(FACTOR_A)[0].partition(FACTOR_B)[0]
     return f"{module}.weight"
@@ -84,5 +84,7 @@ def merge_adapters(state: Mapping[str, "Tensor"], scale: float) -> dict[str, "Te
     for name, down in state.items():
         if FACTOR_A in name:
             up = state[name.replace(FACTOR_A, FACTOR_B)]
-            new[_target(name)] = new[_target(name)] + scale * (up.float() @ down.float()).to(up.dtype)
+            new[_weight_changed_by(name)] = new[_weight_changed_by(name)] + scale * (up.float() @ down.float()).to(
+                up.dtype
+            )
     return new

@@ -45,9 +45,9 @@ def described_model(folder: Path, name: str) -> ModelConfig:
     Raises UserError, and what a value of another type raises.
     """
     if (folder / OPEN_CLIP_CONFIG).is_file():
-        config = _of_open_clip(folder)
+        config = _read_open_clip(folder)
     elif (folder / CONFIG).is_file():
-        config = _of_others(folder)
+        config = _read_transformers_or_timm(folder)
     else:
         config = FolderConfig()
     preprocess = checked_pixels(config.pixels)
@@ -58,7 +58,7 @@ def described_model(folder: Path, name: str) -> ModelConfig:
     return ModelConfig(name, config.description, preprocess=preprocess, correct_cls_mask=config.correct_cls_mask)
 
 
-def _of_open_clip(folder: Path) -> FolderConfig:
+def _read_open_clip(folder: Path) -> FolderConfig:
     content = files.read_json(folder / OPEN_CLIP_CONFIG)
     mask = content.get("correct_cls_mask")
     return FolderConfig(
@@ -66,7 +66,7 @@ def _of_open_clip(folder: Path) -> FolderConfig:
     )
 
 
-def _of_others(folder: Path) -> FolderConfig:
+def _read_transformers_or_timm(folder: Path) -> FolderConfig:
     """Read transformers' config.json, or timm's, which describes no architecture."""
     content = files.read_json(folder / CONFIG)
     model_type, _, tower = str(content.get("model_type")).partition("_")

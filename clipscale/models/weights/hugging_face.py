@@ -38,13 +38,13 @@ def description_of(config: Record) -> Record:
     if "timm_proj" in table["open_clip"]["vision_cfg"] and width != vision["hidden_size"]:
         raise ValueError("its image tower has another width than its texts")
     vision_cfg = {
-        **_transformer(vision),
+        **_transformer_words(vision),
         "head_width": vision["hidden_size"] // vision["num_attention_heads"],
         "image_size": vision["image_size"],
         "patch_size": vision["patch_size"],
     }
     text_cfg = {
-        **_transformer(text),
+        **_transformer_words(text),
         "heads": text["num_attention_heads"],
         "context_length": text["max_position_embeddings"],
         "vocab_size": text["vocab_size"],
@@ -61,7 +61,7 @@ def description_of(config: Record) -> Record:
     }
 
 
-def _transformer(tower: Record) -> dict[str, object]:
+def _transformer_words(tower: Record) -> dict[str, object]:
     """The words that both towers have in common."""
     width = tower["hidden_size"]
     inner = tower["intermediate_size"]

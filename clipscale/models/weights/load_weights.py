@@ -43,7 +43,7 @@ POOLED = ("visual.ln_post.", "visual.proj")
 # Beginnings of a captioner's weights that CLIP's towers do not have.
 NEW_OF_CAPTIONER = (*POOLED, "visual.attn_pool.", "text.cls_emb", DECODER)
 # Weights that a tower of another task may have in addition or may lack: its classifier, our projection.
-_BARE = re.compile(r"(^|\.)(head|proj|pooler|cls|lm_head|fc|classifier|embeddings\.position_ids)(\.|$)")
+_TASK_PARTS = re.compile(r"(^|\.)(head|proj|pooler|cls|lm_head|fc|classifier|embeddings\.position_ids)(\.|$)")
 
 
 def completed_by_weights(config: ModelConfig, resumed: "CheckpointDescription | None" = None) -> ModelConfig:
@@ -133,7 +133,7 @@ def read(source: Source) -> Weights:
     other_paths: tuple[str, ...] = ()
     for path in source.shards:
         with source.unreadable_to_user_error():
-            found_set = choose_weight_set(_loaded(path), source.key, source.setting)
+            found_set = choose_weight_set(_load_file(path), source.key, source.setting)
         state |= cast(Weights, found_set.tensors)
         other_paths += found_set.other_paths
     if other_paths:
@@ -175,7 +175,7 @@ def _load_run(source: Source) -> Weights:
     return state
 
 
-def _loaded(path: Path) -> Mapping[str, object]:
+def _load_file(path: Path) -> Mapping[str, object]:
     return load_file(path) if path.suffix == ".safetensors" else saved_by_torch(path, "cpu")
 
 
@@ -261,8 +261,8 @@ def interpolate_positions(positions: Tensor, shape: torch.Size, encoder: nn.Modu
 def copy_into(encoders: nn.Module, state: Weights, source: Source, prefix: str = "") -> None:
     """Put weights into the model, or the tower whose names begin with `prefix`.
 
-    The bias of the loss, and what surrounds a bare tower, may be missing or left over. Raises UserError for other
-    weights that do not fit.
+    The bias of the loss, and with `prefix` the parts of a tower of another task, may be missing or left over. Raises
+    UserError for other weights that do not fit.
     """
     becomes_captioner = isinstance(encoders, CoCa) and not any(name.startswith(DECODER) for name in state)
     if becomes_captioner:
@@ -289,4 +289,4 @@ def copy_into(encoders: nn.Module, state: Weights, source: Source, prefix: str =
 
 def _may_differ(name: str, prefix: str) -> bool:
     """Whether a weight of a model, or of its tower `prefix`, may be missing or left over."""
-    return name == "logit_bias" or bool(prefix and _BARE.search(name.removeprefix(prefix)))
+    return name == "logit_bias" or bool(prefix and _TASK_PARTS.search(name.removeprefix(prefix)))

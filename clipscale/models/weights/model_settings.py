@@ -75,7 +75,7 @@ def with_trained_architecture(config: ModelConfig, run_dir: Path) -> ModelConfig
         trained = ModelConfig.from_values(settings_of_run(run_dir)["model"])
     other = trained or source_in_run(run_dir, f"run={run_dir}", "").model
     return replace(
-        _with_model(config, other), init_bias=other.init_bias if config.init_bias is None else config.init_bias
+        _with_architecture(config, other), init_bias=other.init_bias if config.init_bias is None else config.init_bias
     )
 
 
@@ -121,10 +121,10 @@ def with_architecture_of(config: ModelConfig, source: Source) -> ModelConfig:
         return config
     if not theirs.name:
         raise UserError(f"{source.setting} does not describe its architecture; give a preset too, as model=vit-b32")
-    return _with_model(config, theirs)
+    return _with_architecture(config, theirs)
 
 
-def _with_model(config: ModelConfig, other: ModelConfig) -> ModelConfig:
+def _with_architecture(config: ModelConfig, other: ModelConfig) -> ModelConfig:
     """The settings with another model's architecture, and with its sizes where they have none."""
     return replace(
         config,

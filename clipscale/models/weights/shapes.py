@@ -40,13 +40,13 @@ def shapes_of(paths: Iterable[Path], key: str, setting: str) -> Shapes:
     """
     shapes: Shapes = {}
     for path in paths:
-        content = _of_safetensors(path) if path.suffix == ".safetensors" else saved_by_torch(path)
+        content = _read_safetensors_shapes(path) if path.suffix == ".safetensors" else saved_by_torch(path)
         shapes |= {name: tuple(value.shape) for name, value in choose_weight_set(content, key, setting).tensors.items()}
         adapters.merge_scale(shapes, path.parent, setting)
     return {name: shape for name, shape in shapes.items() if not adapters.is_adapter(name)}
 
 
-def _of_safetensors(path: Path) -> dict[str, object]:
+def _read_safetensors_shapes(path: Path) -> dict[str, object]:
     with safe_open(path, "np") as file:
         return {name: SimpleNamespace(shape=file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
 

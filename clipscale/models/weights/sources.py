@@ -71,8 +71,8 @@ def find_source(value: str, name: str, setting: str = "model.weights") -> Source
         return source
     with to_user_error(f"{origin} cannot be fetched", FETCH_REMEDY):
         if value.startswith(HUB):
-            return _in_folder(_from_hub(value.removeprefix(HUB)), origin, value.rpartition("/")[2])
-        return _of_tag(value, name.replace("/", "-"), origin)
+            return _source_in_folder(_fetch_from_hub(value.removeprefix(HUB)), origin, value.rpartition("/")[2])
+        return _source_of_tag(value, name.replace("/", "-"), origin)
 
 
 def local_source(value: str, setting: str = "model.weights") -> Source | None:
@@ -81,7 +81,7 @@ def local_source(value: str, setting: str = "model.weights") -> Source | None:
     key = ""
     if not Path(value).expanduser().exists():
         value, _, key = value.partition(SET)
-    source = _on_this_machine(value, origin, key)
+    source = _source_on_this_machine(value, origin, key)
     if source:
         return source
     if not (value.startswith(HUB) or re.fullmatch(r"[\w-]+", value)):
@@ -92,7 +92,7 @@ def local_source(value: str, setting: str = "model.weights") -> Source | None:
     return None
 
 
-def _on_this_machine(value: str, origin: str, key: str) -> Source | None:
+def _source_on_this_machine(value: str, origin: str, key: str) -> Source | None:
     path = Path(value).expanduser()
     run_named = run_folder(value.removeprefix(RUN))
     if value.startswith(RUN):
@@ -100,9 +100,9 @@ def _on_this_machine(value: str, origin: str, key: str) -> Source | None:
             raise UserError(f"{origin}: there is no run {run_named}")
         return source_in_run(run_named, origin, key)
     if path.is_dir():
-        return _in_folder(path, origin, path.resolve().name, key)
+        return _source_in_folder(path, origin, path.resolve().name, key)
     if path.is_file():
-        return Source(origin, path, _checked([path], origin), key=key)
+        return Source(origin, path, _checked_files([path], origin), key=key)
     return source_in_run(run_named, origin, key) if is_run_or_checkpoint(run_named) else None
 
 
@@ -117,14 +117,14 @@ def source_in_run(folder: Path, origin: str, key: str) -> Source:
     return Source(origin, folder, model=trained, key=key)
 
 
-def _in_folder(folder: Path, origin: str, name: str, key: str = "") -> Source:
+def _source_in_folder(folder: Path, origin: str, name: str, key: str = "") -> Source:
     path = next((folder / name for name in WEIGHTS if (folder / name).is_file()), None)
     if path is None:
         if is_run_or_checkpoint(folder):
             return source_in_run(folder, origin, key)
         raise UserError(f"{origin}: the folder holds {_instead_of_weights(folder)}")
     with to_user_error(f"{origin}: the folder cannot be used", f"; download it again, or give {path} and model="):
-        shards = _checked(_shards_of(path), origin)
+        shards = _checked_files(_shards_of(path), origin)
         size = sum(file.stat().st_size for file in shards)
         for file in folder.glob("*.json"):
             if file.stat().st_size > MAX_JSON_BYTES:
@@ -151,7 +151,7 @@ def _instead_of_weights(folder: Path) -> str:
 
 
 def _shards_of(path: Path) -> list[Path]:
-    """A file of weights, or those that an index lists, which lie beside it. Raises ValueError, and as `_described`."""
+    """A file of weights, or those that an index lists, which lie beside it. Raises ValueError for missing ones."""
     if not path.name.endswith(INDEX):
         return [path]
     names = sorted({*files.read_json(path)["weight_map"].values()})
@@ -162,7 +162,7 @@ def _shards_of(path: Path) -> list[Path]:
     return [path.parent / name for name in names]
 
 
-def _checked(paths: Sequence[Path], origin: str) -> tuple[Path, ...]:
+def _checked_files(paths: Sequence[Path], origin: str) -> tuple[Path, ...]:
     """Files of weights. Raises UserError for other files, and for those that would run code or fill the memory."""
     for path in paths:
         with path.open("rb") as file:
@@ -194,7 +194,7 @@ def snapshot(name: str, patterns: list[str]) -> Path:
         return Path(snapshot_download(name, allow_patterns=patterns))
 
 
-def _from_hub(name: str) -> Path:
+def _fetch_from_hub(name: str) -> Path:
     safe = ["*.json", "*.txt", "*.model", "open_clip_model.safetensors", "model*.safetensors"]
     folder = snapshot(name, safe)
     if not any((folder / file).is_file() for file in WEIGHTS):
@@ -220,7 +220,7 @@ def pretrained_of_tag(tag: str, name: str, origin: str) -> dict[str, object]:
     return dict(entry)
 
 
-def _of_tag(tag: str, name: str, origin: str) -> Source:
+def _source_of_tag(tag: str, name: str, origin: str) -> Source:
     import open_clip
 
     entry = pretrained_of_tag(tag, name, origin)
