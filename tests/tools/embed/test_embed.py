@@ -18,7 +18,7 @@ from clipscale.data.sample import BrokenSampleError
 from clipscale.data.shards.features import find_teachers
 from clipscale.data.shards.reader import ReadFailure, read_shard
 from clipscale.models.towers import ClipModel, build_model
-from clipscale.tools.embed import verb
+from clipscale.tools.embed import notes
 from clipscale.tools.embed.arrays import open_embedded_set
 from clipscale.tools.embed.feature_encoder import FeatureEncoder
 from clipscale.tools.embed.pictures import stored_picture, thumbnail
@@ -188,14 +188,14 @@ def test_two_commands_into_one_folder_keep_each_others_results(
     """One ends while another lists its shards. A set with files that are not complete is not taken for a whole one."""
     for name, other in (("a", "0"), ("b", "1")):
         shutil.move(write_shards(tmp_path / name, [3])[0], tmp_path / name / f"{other}.tar")
-    list_shards = verb.list_shards
+    list_shards = notes.list_shards
 
     def slow(data: DataConfig) -> Any:
-        monkeypatch.setattr(verb, "list_shards", list_shards)
+        monkeypatch.setattr(notes, "list_shards", list_shards)
         embed(run, tmp_path / "b", tmp_path / "out")
         return list_shards(data)
 
-    monkeypatch.setattr(verb, "list_shards", slow)
+    monkeypatch.setattr(notes, "list_shards", slow)
     out = embed(run, tmp_path / "a", tmp_path / "out")
     embedded = open_embedded_set(out)
     assert (len(embedded), embedded.unfinished) == (6, 0)

@@ -27,9 +27,7 @@ from clipscale.data.picture import MAX_PIXELS, Picture
 from clipscale.data.sample import MAX_TEXT_BYTES, BrokenSampleError, text_of, visible_text
 from clipscale.data.shards.writer import ShardWriter, shard_writer
 from clipscale.tools.data.pack.kinds import suffix_of
-from clipscale.tools.data.pack.pairs import (
-    Pair,
-)
+from clipscale.tools.data.pack.pairs import Pair
 from clipscale.tools.data.pack.places import read
 from clipscale.tools.data.pack.tables import CAPTION_LIST
 from clipscale.tools.data.settings import PackSettings

@@ -13,12 +13,7 @@ from clipscale.common.errors import UserError
 from clipscale.common.terminal import print_line
 from clipscale.config.setting import differences
 from clipscale.eval.sets.known import HELD_OUT
-from clipscale.tools.data.pack.pairs import (
-    pairs_of,
-    pictures_beside,
-    removing_named_pictures,
-    tables_of,
-)
+from clipscale.tools.data.pack.pairs import pairs_of, pictures_beside, removing_named_pictures, tables_of
 from clipscale.tools.data.pack.parts import PARTS, pack_parts
 from clipscale.tools.data.pack.places import resolved_root
 from clipscale.tools.data.pack.report import report
