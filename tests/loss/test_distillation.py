@@ -185,3 +185,11 @@ def test_products_may_round_to_tf32_only_if_no_features_are_float32(student: tor
     taught = add_teachers(inputs, [(u.to(teacher), v.to(teacher), 1.0)])
     assert takes_half_precision(inputs) == (student == torch.bfloat16)
     assert takes_half_precision(taught) == (student == torch.bfloat16 and teacher == torch.float16)
+
+
+def test_a_bf16_run_takes_teachers_in_float16() -> None:
+    u, v, a, b = (torch.nn.functional.normalize(torch.randn(6, 8), dim=-1) for _ in range(4))
+    teachers = [(a.half(), b.half(), 20.0)]
+    with torch.autocast("cpu", torch.bfloat16):
+        mixed = distillation_loss(u, v, 10.0, teachers)
+    assert float(mixed) == pytest.approx(float(distillation_loss(u, v, 10.0, teachers)), rel=0.05)

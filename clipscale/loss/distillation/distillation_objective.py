@@ -69,8 +69,10 @@ def add_teachers(inputs: Inputs, teachers: Sequence[Teacher]) -> Inputs:
     for a, b, _ in teachers:
         if a.shape != (n, b.shape[-1]) or b.shape != (m, a.shape[-1]) or a.device != inputs.scale.device:
             raise ValueError(f"a teacher's features {tuple(a.shape)} and {tuple(b.shape)} for {n} images and {m} texts")
-    images = torch.cat([a for a, _, _ in teachers], 1).detach()
-    texts = torch.cat([b for _, b, _ in teachers], 1).detach()
+    # Autocast to bf16 has no cat of float16, the type in which `embed` writes features.
+    with torch.autocast(inputs.scale.device.type, enabled=False):
+        images = torch.cat([a for a, _, _ in teachers], 1).detach()
+        texts = torch.cat([b for _, b, _ in teachers], 1).detach()
     if inputs.dtype == torch.float64:
         dtype = torch.float64
     else:
