@@ -47,7 +47,7 @@ oldest newest:
 
 # Breaks the core in a hundred drawn places, one at a time, and says which breaks no test notices. MUTANTS='--seed 1' draws others.
 mutants: $(INSTALLED)
-	$(RUN) tests/mutants.py $(MUTANTS)
+	$(RUN) -m tests.mutants $(MUTANTS)
 
 lint: $(INSTALLED)
 	$(RUN) -m ruff check .

@@ -1,6 +1,6 @@
 """How the effect of each private part of another package is taken away, and the test that fails then.
 
-python tests/breaks.py FOLDER [WORD]: copies the checkout into FOLDER, runs all those tests there, then breaks one part
+python -m tests.breaks FOLDER [WORD]: copies the checkout into FOLDER, runs all those tests there, then breaks one part
 after another (of those whose name, file or test has WORD) and runs its test. Prints a line of JSON for each run.
 """
 
@@ -13,6 +13,8 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+
+from tests.mutants.pytest_forks import copy_of_checkout, load_other_packages, start
 
 
 @dataclass(frozen=True)
@@ -362,8 +364,6 @@ BREAKS = [
 
 def run(folder: Path, tests: Sequence[str]) -> dict[str, object]:
     """pytest's status and output of these tests in a copy of the checkout."""
-    from mutants import start
-
     process = start(folder, ["-m", "not slurm", *tests])
     _, status = os.waitpid(process, 0)
     with suppress(ProcessLookupError):
@@ -372,8 +372,6 @@ def run(folder: Path, tests: Sequence[str]) -> dict[str, object]:
 
 
 def main(folder: Path, word: str = "") -> None:
-    from mutants import copy_of_checkout, load_other_packages
-
     chosen = [each for each in BREAKS if word in f"{each.part} {each.file} {each.test}"]
     tests = sorted({each.test for each in chosen})
     load_other_packages(copy_of_checkout(folder), tests)

@@ -204,8 +204,7 @@ def test_every_break_is_of_code_that_is_there() -> None:
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[int | None, dict]:
     """pytest's status and output by the number of the break; None: of all named tests, with nothing broken."""
-    pytest.importorskip("mutmut", reason="mutmut is not installed (clipscale[dev])")
-    command = [sys.executable, str(CHECKOUT / "tests/breaks.py"), str(tmp_path_factory.mktemp("copy"))]
+    command = [sys.executable, "-m", "tests.breaks", str(tmp_path_factory.mktemp("copy"))]
     done = subprocess.run(command, cwd=CHECKOUT, capture_output=True, text=True, timeout=TIMEOUT_S)
     assert done.returncode == 0, done.stdout + done.stderr
     return {each["number"]: each for each in map(json.loads, done.stdout.splitlines())}

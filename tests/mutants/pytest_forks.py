@@ -30,7 +30,7 @@ def become_pytest(folder: Path, words: Sequence[str], plugins: Sequence[object])
         os.chdir(folder)
         # The kernels' tests are a pytest of their own, which is to stop at its first failure too.
         os.environ |= {"PYTHONPATH": str(folder), "PYTEST_ADDOPTS": "-x"}
-        elsewhere = [path for path in sys.path if Path(path).resolve() not in (CHECKOUT, CHECKOUT / "tests")]
+        elsewhere = [path for path in sys.path if Path(path).resolve() != CHECKOUT]
         sys.path[:] = [str(folder), *elsewhere]
         for name in [name for name in sys.modules if name.partition(".")[0] == "tests"]:
             del sys.modules[name]

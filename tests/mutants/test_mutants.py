@@ -42,7 +42,7 @@ def f(x: int = 1) -> "T":
 
 
 def changes(folder: Path) -> list[str]:
-    from tests.support import breaks_of_code
+    from tests.mutants import breaks_of_code
 
     (folder / "a.py").write_text(SOURCE)
     return sorted(mutant.change for line in breaks_of_code.lines_of(str(folder / "a.py")) for mutant in line.mutants())
@@ -64,14 +64,14 @@ def test_code_is_broken_and_what_is_said_of_it_is_not(tmp_path: Path) -> None:
 
 @pytest.mark.slow  # it parses a part of the package three times
 def test_a_draw_is_a_function_of_its_seed() -> None:
-    from tests.support import breaks_of_code
+    from tests.mutants import breaks_of_code
 
     first, again, other = (breaks_of_code.drawn(5, seed, ["clipscale/loss/block.py"]) for seed in (1, 1, 2))
     assert first == again != other and len({(each.file, each.line) for each in first}) == 5
 
 
 def test_the_tests_of_a_file_begin_with_its_mirror() -> None:
-    from tests.support import breaks_of_code, chosen_tests
+    from tests.mutants import breaks_of_code, chosen_tests
 
     assert chosen_tests.tests_of("clipscale/step/optim.py")[0] == "tests/step/test_optim.py"
     assert chosen_tests.tests_of("clipscale/loss/softmax/kernel.py")[0] == "tests/loss/triton/test_interpreter.py"
@@ -91,7 +91,7 @@ def f(x=1,
 
 
 def test_a_break_is_run_by_what_runs_its_statement(tmp_path: Path) -> None:
-    from tests.support import breaks_of_code
+    from tests.mutants import breaks_of_code
 
     (tmp_path / "a.py").write_text(RUN)
     lines = {line: [*breaks_of_code.Mutant(str(tmp_path / "a.py"), line, "", "").lines] for line in (2, 4, 5, 7, 8)}
@@ -100,7 +100,7 @@ def test_a_break_is_run_by_what_runs_its_statement(tmp_path: Path) -> None:
 
 def test_lines_are_noted_with_the_test_that_runs_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """They are noted in any thread, and not on import."""
-    from tests.support import line_notes
+    from tests.mutants import line_notes
 
     path, before = tmp_path / "a.py", sys.gettrace()
     path.write_text(RUN)
@@ -124,7 +124,7 @@ def test_lines_are_noted_with_the_test_that_runs_them(tmp_path: Path, monkeypatc
 
 def test_its_tests_are_those_that_run_it_the_quick_ones_first() -> None:
     """A line that runs on import has the tests that run anything of the file. Those of its mirror come first."""
-    from tests.support import breaks_of_code, chosen_tests
+    from tests.mutants import breaks_of_code, chosen_tests
 
     names = ["step/test_optim.py::slow", "step/test_optim.py::quick", "step/test_ema.py::other", "test_train.py::long"]
     slow, quick, other, long = (f"tests/{name}" for name in names)

@@ -1,10 +1,9 @@
 """make mutants: breaks the core in a hundred places, one at a time, and says which breaks no test notices.
 
-1. support/breaks_of_code.py draws the breaks by a seed; mutmut makes them.
-2. support/chosen_tests.py chooses the tests of each: by its file's path, and of these the ones that ran its line when
-   there was no break. The quick ones come first.
-3. support/pytest_forks.py runs them in a copy of the checkout, in a fork of one process that has loaded all other
-   packages.
+1. breaks_of_code.py draws the breaks by a seed; mutmut makes them.
+2. chosen_tests.py chooses the tests of each: by its file's path, and of these the ones that ran its line when there was
+   no break, which line_notes.py has noted. The quick ones come first.
+3. pytest_forks.py runs them in a copy of the checkout, in a fork of one process that has loaded all other packages.
 """
 
 import argparse
@@ -22,15 +21,15 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from tests.support.breaks_of_code import CHECKOUT, Mutant, drawn, target_files
-from tests.support.chosen_tests import Choice, Noting, Record, tests_of
-from tests.support.pytest_forks import copy_of_checkout, load_other_packages, start
+from tests.mutants.breaks_of_code import CHECKOUT, Mutant, drawn, target_files
+from tests.mutants.chosen_tests import Choice, Noting, Record, tests_of
+from tests.mutants.pytest_forks import copy_of_checkout, load_other_packages, start
 
 # What every interpreter of the tests runs first, to note the lines.
 NOTES = """
 import json
 from pathlib import Path
-from tests.support.line_notes import note_lines
+from tests.mutants.line_notes import note_lines
 folder = Path(__file__).parent
 note_lines(json.loads((folder / "wanted.json").read_text()), folder / "notes.jsonl")
 """

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.support import line_notes
-from tests.support.breaks_of_code import CHECKOUT, Mutant
+from tests.mutants import line_notes
+from tests.mutants.breaks_of_code import CHECKOUT, Mutant
 
 # Further tests of a file, beside its own folder's, by the start of its path.
 MORE = {
