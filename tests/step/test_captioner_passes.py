@@ -45,10 +45,10 @@ from clipscale.step.input_builder import InputBuilder
 from clipscale.step.precision import Precision
 from clipscale.step.train_step import TrainStep
 from tests.loss.dense_distillation import dense_distillation_loss
+from tests.step.steps import host_batch, run_step
 from tests.support.checkpoints import ONE_RANK
 from tests.support.gradients import assert_same, gradients
 from tests.support.ranks import run_ranks
-from tests.support.steps import host_batch, run_step
 from tests.support.towers import PIXELS, TOKENS, captioned, captioner_architecture, small_captioner
 
 BATCH = 12

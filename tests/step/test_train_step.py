@@ -17,9 +17,9 @@ from clipscale.step.agreed_inputs import AgreedInputs, StepAgreement, StepFacts
 from clipscale.step.ema import WeightEma
 from clipscale.step.input_builder import InputBuilder
 from clipscale.step.train_step import TrainStep
+from tests.step.steps import ArrivedStream, host_batch, run_step, small_batch, small_step
 from tests.support.checkpoints import ONE_RANK
 from tests.support.ranks import run_ranks
-from tests.support.steps import ArrivedStream, host_batch, run_step, small_batch, small_step
 from tests.support.towers import TOKENS, samples
 
 
