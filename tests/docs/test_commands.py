@@ -1,27 +1,21 @@
-"""Every block of code in the documentation works as it stands: two shells read each command, and the command line
-checks it with data, weights and runs where the page has them. The slow test runs what a CPU can, on few samples. A
-block that cannot be run says in its title what it needs.
+"""Every command in the documentation works as it stands: two shells read it, and the command line checks it with data,
+weights and runs where the page has them. The slow test runs what a CPU can, on few samples.
 """
 
 import json
 import re
-import runpy
 import shutil
 import subprocess
 import sys
 from collections.abc import Iterable, Sequence
-from functools import partial
 from itertools import accumulate
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, NamedTuple
 
 import open_clip
 import pyarrow
 import pytest
 from pyarrow import parquet
 
-import clipscale
 from clipscale.cli.compose import compose_settings, is_in_dictionary
 from clipscale.cli.main import main
 from clipscale.cli.sweep.run_sweep import compose_sweep
@@ -29,51 +23,22 @@ from clipscale.cli.verbs import VERBS, split_verb
 from clipscale.cli.words import SECTION_ALIASES, is_hydra_setting, overrides_of, parse_flags
 from clipscale.common.errors import UserError
 from clipscale.config.checks import check_across_sections
-from clipscale.config.presets import PACKAGE, default_choices
-from clipscale.config.setting import setting, settings_of
+from clipscale.config.presets import default_choices
+from clipscale.config.setting import settings_of
 from clipscale.config.train_config import MAX_SAMPLES
-from clipscale.run_folder.paths import run_folder
 from clipscale.tools.data.demo_folder import user_folder
 from tests.conftest import shared
-from tests.loss.cases import assert_exact, oracle
-from tests.loss.workers import local_results, positives_first, stacked, whole
+from tests.docs.machine import SHELLS, lay, programs, within
+from tests.docs.pages import BLOCKS, FENCE, PAGES, ROOT, TABLE, Block
 from tests.support.bert import save_bert
-from tests.support.docs_machine import SHELLS, lay, programs, within
-from tests.support.ranks import workers
 
-ROOT = PACKAGE.parent
-FILES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
-PAGES = {str(path.relative_to(ROOT)): path.read_text(encoding="utf-8") for path in FILES}
-# Of help's examples, which have no titles, those that need a GPU, the network or a browser.
-LARGE = re.compile(r"torchrun|laion|(train|eval|embed) .*(vit|weights=)|explore|average=")
-LARGE_TITLE = ' title="needs GPUs and the network"'
-PAGES["--help"] = "".join(
-    f"```{'text' if 'fish' in line else 'sh'}{LARGE_TITLE if LARGE.search(line) else ''}\n{line}\n```\n"
-    for verb in VERBS.values()
-    for line in verb.examples.splitlines()
-)
-FENCE = re.compile(r"^```(\w*)(?: title=\"([^\"\n]*)\")?\n(.*?)^```$", re.M | re.S)
 TARGETS = re.findall(r"[\w-]+", "".join(re.findall(r"^(?:GPU|MORE|\.PHONY).*", (ROOT / "Makefile").read_text(), re.M)))
 # Commands between the words, which may leave something out: shells read them, and nothing checks them.
 INLINE = re.compile(r"`(clipscale [^`]*)`")
 IN_TEXT = "in the text"
 # Programs that a shell only notes; `block` says where one begins.
 PROGRAMS = "apt-get aws clip_benchmark img2dataset kubectl make npm pip pytest python sbatch tar torchrun clipscale"
-
-
-class Block(NamedTuple):
-    page: str
-    language: str
-    needs: str
-    code: str
-
-
-BLOCKS = [Block(page, *found) for page, text in PAGES.items() for found in FENCE.findall(text)]
-# A table of commands that are run as blocks are.
-TABLE = "docs/features.md"
-IN_TABLE = re.compile(r"`((?:\w+=\S+ )?(?:clipscale|python|launch/\w+\.sh) [^`]*)`")
-BLOCKS += [Block(TABLE, "sh", "", f"{line}\n") for line in IN_TABLE.findall(FENCE.sub("", PAGES[TABLE]))]
-# Those that the slow test runs.
+# Blocks that the slow test runs.
 READY = (("sh", ""), ("python", "needs the export"), ("python", "needs transformers"))
 RUN = [block for block in BLOCKS if (block.language, block.needs) in READY]
 
@@ -259,7 +224,7 @@ def test_every_command_finds_what_it_names(
     (tmp_path / "cache/clipscale").mkdir(parents=True)
     (tmp_path / "cache/clipscale" / user_folder().name).symlink_to(demo)
     cache = {"XDG_CACHE_HOME": str(tmp_path / "cache"), "PYTHONPATH": str(ROOT)}
-    program = [sys.executable, "-m", "tests.support.docs_machine"]
+    program = [sys.executable, "-m", "tests.docs.machine"]
     done = within(laid, program, cwd=tmp_path, input=json.dumps([*typed]), env=environment | cache)
     assert done.returncode == 0, done.stderr
     wrong = []
@@ -271,101 +236,6 @@ def test_every_command_finds_what_it_names(
         if status != 0 and not remote and not SMALLER.search(out):
             wrong.append(f"{block.page}, {block.needs}: clipscale {' '.join(words)}: {out}")
     assert not wrong, "\n".join(wrong)
-
-
-def test_python_blocks_work() -> None:
-    import torch
-
-    for code in (b.code for b in BLOCKS if b.language == "python" and not b.needs):
-        images, texts = torch.nn.functional.normalize(torch.randn(2, 8, 4), dim=-1)
-        queries = torch.randn(8, 4)
-        passages = torch.randn(16, 4)
-        encoder = torch.nn.Linear(4, 4)
-        names = {
-            "clipscale": clipscale, "setting": setting, "logit_scale": torch.tensor(10.0),
-            "image_features": images.requires_grad_(), "text_features": texts, "queries": queries, "passages": passages,
-            "query_tokens": {"input": queries}, "passage_tokens": {"input": passages}, "query_encoder": encoder,
-            "passage_encoder": encoder, "optimizer": torch.optim.SGD(encoder.parameters(), lr=0.0),
-            "loss_of_representations": lambda q, p: clipscale.contrastive_loss(q, p, 1.0),
-            "columns": [{"input": queries}, {"input": passages[:8]}, {"input": passages[8:]}],
-            "model": lambda features, encoder=encoder: {"sentence_embedding": encoder(**features)},
-        }  # fmt: skip
-        exec(code, names)
-
-
-def test_the_pages_objective_is_its_formula(monkeypatch: pytest.MonkeyPatch) -> None:
-    import torch
-
-    from clipscale.loss import api, reference
-
-    [code] = [b.code for b in BLOCKS if "class Hinge(" in b.code]
-    names: dict[str, Any] = {}
-    exec(code, names)
-    monkeypatch.setitem(reference.OBJECTIVES, "hinge", names["Hinge"]())
-    monkeypatch.setitem(api.CHOICES, "objective", ("hinge",))
-    u, v = torch.nn.functional.normalize(torch.randn(2, 9, 5, dtype=torch.float64), dim=-1).requires_grad_()
-    values = [
-        loss(u, v, 3.0, objective="hinge") for loss in (clipscale.contrastive_loss, reference.dense_contrastive_loss)
-    ]
-    torch.testing.assert_close(*values)
-    for _ in range(2):  # a second backward pass through the same graph is possible, too
-        torch.testing.assert_close(*[torch.autograd.grad(value, [u, v], retain_graph=True) for value in values])
-
-
-def results_by_broadcast(group: Any, rank: int, *args: Any, code: str) -> list[Any]:
-    """This rank's `local_results` with the exchange of the page."""
-    from torch import distributed as dist
-
-    from clipscale.loss import terms
-    from clipscale.loss.communicator import Communicator
-
-    def broadcast(self: Communicator, x: Any, owner: int) -> Any:
-        received = x.clone()
-        dist.broadcast(received, group=self.group, group_src=owner)
-        return received
-
-    names: dict[str, Any] = {}
-    exec(code, names)
-    Communicator.broadcast = broadcast  # type: ignore[attr-defined]
-    terms.make_exchange = lambda name, inputs, comm, runtime: names["Broadcast"](comm)
-    return local_results(group, rank, *args)
-
-
-def test_the_pages_exchange_is_exact() -> None:
-    [code] = [b.code for b in BLOCKS if "class Broadcast(" in b.code]
-    images, texts = stacked(3, 4, 6, 5)  # with two hard negatives on each rank
-    with workers(3) as started:
-        for objective in ("softmax", "sigmoid"):
-            answers = started.run(
-                partial(results_by_broadcast, code=code), 3, images, texts, 9.0, None, {"objective": objective}
-            )
-            actual = whole(answers)
-            actual[1] = actual[1].flatten(0, 1)
-            actual[2] = positives_first(actual[2], 4)
-            expected = oracle(images.flatten(0, 1), positives_first(texts, 4), 9.0, objective=objective)
-            assert_exact(actual, expected, 9.0, 1e-10, objective)
-
-
-# Code between the words, and in it a word KEY=VALUE with what zsh takes for a pattern, or both shells for alternatives.
-CODE = re.compile(r"`([^`]+)`")
-QUOTED = re.compile(r"'[^']*'|\"[^\"]*\"")
-PATTERN = re.compile(r"(?<![\w.])[a-z_]+(?:\.\w+)*=\S*?(?:\[\S*?\]|[*?]|\{\S*?,)")
-
-
-def test_words_of_commands_between_the_words_can_be_typed_in_zsh() -> None:
-    for page, text in PAGES.items():
-        for code in CODE.findall(FENCE.sub("", text)):
-            assert not PATTERN.search(QUOTED.sub("", code)), f"{page}: `{code}` needs quotes"
-
-
-@pytest.mark.slow  # it imports transformers and its Trainer
-def test_python_blocks_with_a_trainer_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("accelerate", reason="the Trainer of transformers needs it")
-    monkeypatch.chdir(tmp_path)
-    blocks = [block.code for block in BLOCKS if (block.language, block.needs) == ("python", "needs accelerate")]
-    assert blocks
-    for code in blocks:
-        exec(code, {})
 
 
 @pytest.mark.slow
@@ -391,34 +261,3 @@ def test_every_command_runs_as_it_stands(
     few = {MAX_SAMPLES: "512", "XDG_CACHE_HOME": str(cache), "OMP_NUM_THREADS": "2", "PATH": path}
     done = within(laid, SHELLS["bash"], cwd=tmp_path, input=script, env=environment | few)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-
-
-def test_formulas_are_typeset_and_text_that_the_parser_eats_fails() -> None:
-    """It calls the hook of `make docs` on what Markdown has made of a page."""
-    pytest.importorskip("latex2mathml")
-    from markdown import markdown
-    from mkdocs.exceptions import PluginError
-
-    hook = runpy.run_path(str(ROOT / "docs/formulas.py"))["on_page_content"]
-    page = SimpleNamespace(file=SimpleNamespace(src_path="loss.md"))
-
-    def built(text: str) -> str:
-        return hook(
-            markdown(
-                text, extensions=["pymdownx.arithmatex"], extension_configs={"pymdownx.arithmatex": {"generic": True}}
-            ),
-            page=page,
-        )
-
-    html = built("The scores $x_{ij} < 1$:\n\n$$\nL = \\sum_i r_i\n$$\n\n`<u_i, v_j>` and *a* < b")
-    assert html.count("<math") == 2 and "<msub><mi>x</mi>" in html and "arithmatex" not in html
-    assert 'display="block"' in html and "&lt;u_i, v_j&gt;" in html
-    with pytest.raises(PluginError, match=r"loss\.md: the HTML parser takes <u_i, for a tag"):
-        built("the scores <u_i, v_j> are")
-
-
-def test_a_loop_of_slurm_jobs_is_reported_by_the_name_on_the_page() -> None:
-    page = (ROOT / "docs/howto/slurm.md").read_text(encoding="utf-8")
-    (run,) = re.findall(r" run=(\S+)/\$lr ", page)
-    (sweep,) = re.findall(r"clipscale report (\w+)`", page)
-    assert run_folder(f"{run}/1e-3").parent == run_folder(sweep)
