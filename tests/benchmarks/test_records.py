@@ -34,7 +34,7 @@ def test_every_page_names_the_commit_of_its_record() -> None:
 
 
 def commits(record: Any) -> Iterator[str]:
-    """Those that a record names: of its machine, and of rows that others made."""
+    """The commits that a record names, wherever in it: of its machine, and of single rows."""
     for key, value in record.items() if isinstance(record, dict) else enumerate(record):
         if key == "commit" and value:
             yield value

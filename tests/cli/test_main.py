@@ -258,7 +258,7 @@ def test_a_stopped_run_says_how_it_goes_on(
 def test_a_signal_after_the_result_was_written_leaves_a_complete_run(
     cli: Cli, monkeypatch: pytest.MonkeyPatch, shards: str, tmp_path: Path, writes: bool, status: int
 ) -> None:
-    """An earlier result in the folder is none of this start."""
+    """A result that an earlier start left in the folder does not make the run complete."""
     file = tmp_path / "runs/a/result.json"
     file.parent.mkdir(parents=True)
     files.write_json(file, {"run": "runs/a", "step": 1, "loss": 1.0, "eval": {}})

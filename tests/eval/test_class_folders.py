@@ -59,7 +59,7 @@ def test_the_folders_of_imagenet_v2_are_the_labels(tmp_path: Path) -> None:
 def test_class_folders_as_usual_sets_have_them(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, folder_names: list[str], expected: list[str]
 ) -> None:
-    """A number before each name goes, and a line says so. Equal names would remain of the cars: theirs stays."""
+    """A number before each name is dropped, and a line says so. It stays where names would be equal without it."""
     root = folders(tmp_path / "set", folder_names)
     numbered = expected != [name.replace("_", " ") for name in folder_names]
     assert load_classes(root).classnames == expected

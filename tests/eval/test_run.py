@@ -71,7 +71,8 @@ def test_a_disk_that_takes_no_results_costs_a_line(tmp_path: Path, capsys: pytes
 def test_images_that_cannot_be_used_are_left_out_and_counted_by_reason(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """They are not misses, and their captions are not candidates. Of two classes that are wrong one is not counted."""
+    """They are not misses, and their captions are not candidates. Two classes are answered wrongly; the only picture of
+    one of them is broken, so it does not count."""
     classes = classification_set(tmp_path / "classes", broken=0, wrong=[0, 1])
     captions = retrieval_set(tmp_path / "captions", broken=1)
     pairs = pair_set(tmp_path / "pairs")
@@ -256,7 +257,7 @@ def test_features_and_results_on_ranks_are_those_of_one(tmp_path: Path, size: in
     answers = run_ranks(features_and_results, size, str(tmp_path / "ranks"), *sets)
     assert len({passes for *_, passes in answers}) == 1, "towers that communicate need equally many on every rank"
     for features, reference, _ in answers:
-        assert all(torch.equal(ours, alone) for ours, alone in zip(features, expected)), f"{size} ranks"
+        assert all(torch.equal(ours, alone) for ours, alone in zip(features, expected, strict=True)), f"{size} ranks"
         assert reference == results
     assert json.loads((tmp_path / "ranks/eval/step_00000001.json").read_text())["results"] == results
 

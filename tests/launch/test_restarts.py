@@ -52,7 +52,7 @@ def test_a_start_shares_no_key_with_the_one_before_it(
 
 
 def curve(run: Path) -> list[float]:
-    """The losses; the last of a step that was taken twice."""
+    """The losses in the order of the steps. A step that was taken twice has the later one."""
     losses = {record["step"]: record["loss"] for record in read_metrics(run / "metrics.jsonl")}
     return [losses[step] for step in sorted(losses)]
 

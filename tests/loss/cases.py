@@ -150,10 +150,10 @@ def errors(actual: Sequence[Tensor], true: Sequence[Tensor], scale: float) -> di
 
 
 def assert_near_plain_torch(actual: Sequence[Tensor], u: Tensor, v: Tensor, scale: float, **options: Any) -> None:
-    """No result in half precision is further from the oracle's than twice plain torch's is, and a little.
+    """Assert that no error in half precision is larger than twice the error of plain torch, and a little.
 
-    Tensor cores cut off the sums of a score: by 1e-6 of it on an H100, which the value has, being their difference
-    from exact products. Plain torch's value has both from one rounded matrix.
+    On a GPU the value may differ by more. Tensor cores cut off the sums of a score, by 1e-6 of it on an H100. The value
+    is a difference of such sums and exact products; plain torch takes both from one rounded matrix.
     """
     true = oracle(u, v, scale, **options)
     plain = errors(results(dense_contrastive_loss, u, v, scale, **options), true, scale)

@@ -38,7 +38,7 @@ def options(part: dict[str, Any]) -> dict[str, Any]:
 def kinds() -> list[dict[str, Any]]:
     """Every combination of options among the registered architectures of open_clip's own towers, at a small size.
 
-    Those of pictures and texts: newer versions of open_clip have others.
+    Only models of pictures and texts: newer versions of open_clip have others.
     """
     small = []
     for name in open_clip.list_models():

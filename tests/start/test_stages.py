@@ -115,7 +115,8 @@ def same(one: Path, other: Path, step: int) -> bool:
 def test_the_data_is_read_in_streams_that_fit_the_batches_of_all_stages(
     shards: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Batches of 12 and 6 are read in 2 streams. For 12 alone it would be 8, which they do not fill evenly.
+    """Batches of 12 and 6 are read in 2 streams. Batches of 12 alone would be read in 8, which a batch does not fill
+    evenly.
 
     The run says after its last stage alone that it is done.
     """

@@ -61,7 +61,7 @@ def weighed(file: Path, weights: dict[tuple[int, int], Any], column: str = "key"
 
 
 def listed(file: Path, shift: int = 0) -> Path:
-    """The subset's file, by uid or by key; with a `shift`, of as many other samples."""
+    """Write the file that lists the subset, by uid or by key. `shift`: how much later the listed samples are."""
     chosen = [(shard, i + shift) for shard, numbers in PART.items() for i in numbers]
     if file.suffix == ".parquet":
         every = [(shard, i) for shard, numbers in FULL.items() for i in numbers]

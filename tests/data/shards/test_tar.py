@@ -86,7 +86,7 @@ def test_a_size_that_no_member_has_is_damage(kind: bytes, size: bytes) -> None:
 
 
 class Endless:
-    """A sample's first member, and the same others again and again. `given`: bytes read."""
+    """A file of a sample's first member, after which the other members come again and again. `given`: bytes read."""
 
     def __init__(self, members: bytes) -> None:
         self.members = members

@@ -154,7 +154,7 @@ def test_gradients_may_be_cleared_between_the_passes(keep: float) -> None:
 
 @pytest.mark.parametrize("keep", [0, math.inf])
 def test_a_layer_of_inputs_without_gradients_learns(keep: float) -> None:
-    """The first layer is one, if it has no bias."""
+    """The first layer of an encoder is such a layer, since its inputs are data. Here it has no bias."""
     model = small_model()
     encoder = nn.Sequential(type(model.image.encoder.transformer.resblocks[0].mlp.c_fc)(nn.Linear(6, 4, bias=False)))
     x = torch.randn(N, 6)

@@ -101,7 +101,7 @@ def test_the_first_of_near_duplicates_stays_as_one_after_another_would_have_it(
 def test_each_duplicate_is_one_of_a_sample_that_stays_whatever_the_clusters(
     seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A sample went as the duplicate of one that went itself, in its second cluster, as that of a third."""
+    """Each sample is in two clusters. What it duplicates in one of them may be a duplicate itself in the other."""
     generator = torch.Generator().manual_seed(seed)
     rows = features(200, seed, width=3)
     samples = torch.randperm(200, generator=generator)

@@ -244,7 +244,7 @@ def test_results_of_weights_of_a_run_are_of_the_checkpoint_that_is_its_newest(
 
 
 def test_a_run_is_evaluated_in_its_own_precision(shards: str, tmp_path: Path, capsys: Capture) -> None:
-    """The same weights have the same figures as while they trained. A logit bias makes no sigmoid loss of them."""
+    """The figures are those of the evaluation in training. With a logit bias the loss is still the softmax."""
     pairs = EvalConfig(sets=[str(pair_set(tmp_path / "pairs"))])
     model = ModelConfig(name="test", architecture=ARCHITECTURE, init_bias=-10)
     run = tmp_path / "run"
