@@ -56,7 +56,9 @@ def test_adapters_are_on_all_linear_layers_of_frozen_blocks_and_change_nothing_a
     assert not trained(partly.text)
     whole = {name for name in trained(partly.image.encoder) if "lora_" not in name}
     assert whole > {"proj", "ln_post.weight", "transformer.resblocks.1.mlp.c_fc.bias"}
-    assert all(name.startswith("transformer.resblocks.0.") for name in trained(partly.image.encoder) - whole)
+    adapters = trained(partly.image.encoder) - whole
+    assert len(adapters) == 2 * 4, "A and B of in, out, fc and proj"
+    assert all(name.startswith("transformer.resblocks.0.") for name in adapters)
 
 
 def test_merged_adapters_have_the_features_of_pefts_layers() -> None:
