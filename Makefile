@@ -1,5 +1,5 @@
 # make demo | make test | make mutants | make oldest | make newest | make lint | make docs | make clean; on a machine with a GPU: make gpu, or one question: make gpu-right, gpu-loss, ...
-# TESTS="-m slow" with make test runs the long ones.
+# make test TESTS="-m slow" runs the slow tests.
 # A fresh machine needs Python 3.11 or newer (PYTHON=python3.12 to choose one) and make; the rest is installed into .venv, about 6 GB.
 
 PYTHON ?= python3
@@ -60,7 +60,7 @@ docs: $(INSTALLED)
 
 # ---- what only a CUDA device can show: one target a question, each within ten minutes on one H100 or H200 (docs/benchmarks/README.md has the
 # arithmetic, and an order). RESULTS=FOLDER is where a target leaves its records, at most eight files in folders of their own; each is whole
-# after every measurement. A line that starts with - may fail without those after it being left out.
+# after every measurement. If a line that starts with - fails, the lines after it still run.
 
 RESULTS ?= docs/benchmarks/gpu
 RUNS ?= runs

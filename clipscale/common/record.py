@@ -1,4 +1,4 @@
-"""The types of plain nested values."""
+"""Types of the values that JSON and YAML hold: a record, and the results of an evaluation."""
 
 from typing import Any, TypedDict
 

@@ -1,4 +1,4 @@
-"""TensorBoard and wandb. A sink that fails does not stop what writes to it."""
+"""TensorBoard and wandb, the sinks of a run's records. A sink that fails does not end the run."""
 
 import os
 import secrets

@@ -1,1 +1,1 @@
-"""The folder of a run: its paths and records, which checkpoint is meant, what is set aside, and what is deleted."""
+"""The folder of a run: its paths and records, the choice of a checkpoint, and what is set aside or deleted."""

@@ -1,4 +1,4 @@
-"""Weights between open_clip's names and transformers', by the table `hugging_face.yaml`, in both directions."""
+"""Renames weights from open_clip's names to transformers' and back, by the table `hugging_face.yaml`."""
 
 import re
 from collections.abc import Iterable, Sequence
