@@ -373,6 +373,8 @@ def run(folder: Path, tests: Sequence[str]) -> dict[str, object]:
 
 def main(folder: Path, word: str = "") -> None:
     chosen = [each for each in BREAKS if word in f"{each.part} {each.file} {each.test}"]
+    if not chosen:
+        raise SystemExit(f"no break has {word}")
     tests = sorted({each.test for each in chosen})
     load_other_packages(copy_of_checkout(folder), tests)
     print(json.dumps({"number": None, **run(folder, tests)}), flush=True)

@@ -30,6 +30,8 @@ def become_pytest(folder: Path, words: Sequence[str], plugins: Sequence[object])
         os.chdir(folder)
         # The kernels' tests are a pytest of their own, which is to stop at its first failure too.
         os.environ |= {"PYTHONPATH": str(folder), "PYTEST_ADDOPTS": "-x"}
+        # A fork of pytest-xdist's worker is none: what a run has made for all workers is not for the next run.
+        os.environ.pop("PYTEST_XDIST_WORKER", None)
         elsewhere = [path for path in sys.path if Path(path).resolve() != CHECKOUT]
         sys.path[:] = [str(folder), *elsewhere]
         for name in [name for name in sys.modules if name.partition(".")[0] == "tests"]:
