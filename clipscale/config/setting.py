@@ -144,7 +144,7 @@ def with_setting(config: SectionT, name: str, value: object) -> SectionT:
 
 def sections_of(settings_type: type) -> dict[str, type]:
     """Section -> its dataclass."""
-    return {member.name: member.type for member in fields(settings_type) if is_dataclass(member.type)}  # type: ignore[misc]
+    return {each.name: each.type for each in fields(settings_type) if is_dataclass(each.type)}  # type: ignore[misc]
 
 
 def summary(settings_type: type) -> str:
