@@ -83,6 +83,17 @@ class DryRun:
     config: TrainConfig
     tracker: MemoryTracker
     step: TrainStep
+    # The modules of both towers' passes. For a captioner these are its encoder of pairs and an empty module.
+    towers: tuple[nn.Module, nn.Module]
+    # Whether each tower has a second pass. A captioner's encoder of pairs counts as the image tower.
+    trained: Sequence[bool]
+    # See `TrainConfig.trains_captioner`, which reads a file.
+    trains_captioner: bool
+    # The teachers of the distillation.
+    teachers: tuple[TeacherFeatures, ...]
+    # The share of the context's tokens that the text tower computes for an average caption: 1, or less if captions are
+    # sorted by their length (see `InputBuilder`).
+    caption_share: float
     # FLOPs of a picture, and of a caption as long as the context.
     flops: tuple[PassFlops, PassFlops]
     # FLOPs of a caption in a captioner's decoder, which runs only in the second pass.
@@ -94,46 +105,15 @@ class DryRun:
     parameters: ParameterCounts
     # Whether there is no other rank.
     is_alone: bool
-    # Whether captions are sorted by their length; see `InputBuilder`.
-    sorts_captions: bool
 
     @property
     def model(self) -> ClipModel:
         return self.step.model
 
     @property
-    def towers(self) -> tuple[nn.Module, nn.Module]:
-        return tower_modules(self.config, self.model)
-
-    @property
-    def trained(self) -> Sequence[bool]:
-        """Whether each tower has a second pass. A captioner's encoder of pairs counts as the image tower."""
-        return [*self.step.cache.has_second_pass, False][:2]
-
-    @cached_property
-    def trains_captioner(self) -> bool:
-        """See `TrainConfig.trains_captioner`, which reads a file."""
-        return self.config.trains_captioner
-
-    @property
-    def teachers(self) -> tuple[TeacherFeatures, ...]:
-        """The teachers of the distillation."""
-        return assumed_teachers(self.config, self.model)
-
-    @property
     def texts_per_sample(self) -> int:
         """Captions and hard negatives of a sample."""
         return self.config.data.text_layout.texts_per_sample
-
-    @cached_property
-    def caption_share(self) -> float:
-        """The share of the context's tokens that the text tower computes for an average caption.
-
-        It is 1, or less if captions are sorted.
-        """
-        if not self.sorts_captions:
-            return 1.0
-        return min(1.0, round(ASSUMED.caption_tokens + WIDTH_MULTIPLE / 2) / self.model.context_length)
 
     @property
     def inputs(self) -> tuple[Row, Row]:
@@ -244,13 +224,6 @@ class DryRun:
         return self.tracker.take_peak() - before
 
 
-def tower_modules(config: TrainConfig, model: ClipModel) -> tuple[nn.Module, nn.Module]:
-    """The modules of both towers' passes. For a captioner these are its encoder of pairs and an empty module."""
-    if config.trains_captioner:
-        return pair_encoder(model), nn.Module()
-    return model.image, model.text
-
-
 def exchange_of_batch(config: TrainConfig, width: int, nodes: int, *, on_gpu: bool) -> str:
     """The exchange that `auto` stands for with the whole batch, of which a dry run computes only parts."""
     itemsize = 4 if config.precision == "fp32" else 2
@@ -277,15 +250,18 @@ def dry_run(config: TrainConfig, world_size: int, capability: int | None, nodes:
     if config.trains_captioner:
         assert model.decoder is not None
         decoder = decoder_flops(config.model, trained_names(model.decoder))
-    sorts_captions = False  # takes more memory, so it is safe where the tokenizer is missing
+    caption_share = 1.0  # takes more memory, so it is safe where the tokenizer is missing
     with suppress(UserError, OSError):
-        sorts_captions = may_cut_captions(model.text.encoder, model.tokenizer)
+        if may_cut_captions(model.text.encoder, model.tokenizer):
+            mean_width = round(ASSUMED.caption_tokens + WIDTH_MULTIPLE / 2)
+            caption_share = min(1.0, mean_width / model.context_length)
+    teachers = assumed_teachers(config, model)
     runtime = DryRunRuntime(capability, num_simulated_ranks(exchange, world_size, ranks_of_node), ranks_of_node)
     with without_memory() as tracker, cuda_autocast() if capability else nullcontext(), running_on(runtime):
         before = tracker.live
-        step = build_dry_step(config, model, on_gpu=capability is not None)
+        step = build_dry_step(config, model, teachers, on_gpu=capability is not None)
         parameters = ParameterCounts.of_model(model)
-        towers = tower_modules(config, model)
+        towers = (pair_encoder(model), nn.Module()) if config.trains_captioner else (model.image, model.text)
         memory = state_memory(step, towers, tracker, before)
         if world_size > 1:
             wrapped = [[*tower.captioner.children()] if isinstance(tower, PairEncoder) else [tower] for tower in towers]
@@ -297,11 +273,15 @@ def dry_run(config: TrainConfig, world_size: int, capability: int | None, nodes:
             config=config,
             tracker=tracker,
             step=step,
+            towers=towers,
+            trained=[*step.cache.has_second_pass, False][:2],
+            trains_captioner=config.trains_captioner,
+            teachers=teachers,
+            caption_share=caption_share,
             flops=flops,
             decoder_flops=decoder,
             memory=memory,
             meters=meters,
             parameters=parameters,
             is_alone=world_size == 1,
-            sorts_captions=sorts_captions,
         )

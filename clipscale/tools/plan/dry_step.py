@@ -1,5 +1,6 @@
 """Builds the step of a planned run, as a start does, on tensors without memory."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import cast
 
@@ -20,7 +21,9 @@ from clipscale.step.train_step import TrainStep
 CPU = torch.device("cpu")
 
 
-def build_dry_step(config: TrainConfig, model: ClipModel, *, on_gpu: bool) -> TrainStep:
+def build_dry_step(
+    config: TrainConfig, model: ClipModel, teachers: Sequence[TeacherFeatures], *, on_gpu: bool
+) -> TrainStep:
     """Build the step of a run with the model on the meta device. `on_gpu`: whether the planned machine has GPUs.
 
     It has no gradient scaler, which takes only a few bytes: a scaler tests the values of gradients, and here are none.
@@ -35,7 +38,7 @@ def build_dry_step(config: TrainConfig, model: ClipModel, *, on_gpu: bool) -> Tr
         samples_repeat(config.data)
     except UserError:  # a plan needs no file of sample weights
         config = replace(config, data=replace(config.data, sample_weights=None, only_keys=None))
-    step = build_step(config, World(0, 1, CPU), model, precision, chunk_sizes, assumed_teachers(config, model))
+    step = build_step(config, World(0, 1, CPU), model, precision, chunk_sizes, teachers)
     if on_gpu:
         choose_foreach(step.optimizer)
     return step
