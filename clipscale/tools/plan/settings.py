@@ -35,6 +35,11 @@ class PlanConfig(TrainConfig):
     def ranks(self) -> int:
         return self.gpus * self.nodes
 
+    @property
+    def local_batch(self) -> int:
+        """A rank's samples of a batch. `target_gpu` checks that the ranks divide it."""
+        return self.batch // self.ranks
+
 
 def on_machine(config: PlanConfig) -> PlanConfig:
     """Complete the settings with the machine to plan for.

@@ -23,6 +23,7 @@ from clipscale.tools.plan import planner, step_time
 from clipscale.tools.plan.assumed import ASSUMED
 from clipscale.tools.plan.dry_run import dry_run
 from clipscale.tools.plan.planner import plan
+from clipscale.tools.plan.prediction import Prediction
 from clipscale.tools.plan.render import render
 from clipscale.tools.plan.settings import PlanConfig, on_machine, target_gpu
 from tests.conftest import TINIEST, Capture
@@ -39,8 +40,8 @@ def plan_settings(*words: str) -> Any:
 def plans(*settings: PlanConfig) -> list[dict[str, Any]]:
     """Plans that differ in nothing but chunks, kept graphs and buffers, by one dry run."""
     gpu = target_gpu(settings[0])
-    with planner.open_dry_run(settings[0], gpu) as opened:
-        return [planner.Prediction(config, gpu, opened).result() for config in settings]
+    with planner.open_prediction(settings[0], gpu) as first:
+        return [Prediction(config, gpu, first.dry_run).result() for config in settings]
 
 
 @pytest.fixture
@@ -52,7 +53,7 @@ def of_any_size(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def largest_batch_known(monkeypatch: pytest.MonkeyPatch) -> None:
     """The search for the largest batch takes as long as the plan."""
-    monkeypatch.setattr(planner.Prediction, "largest_batch", lambda self: 4096)
+    monkeypatch.setattr(Prediction, "largest_batch", lambda self: 4096)
 
 
 @pytest.mark.usefixtures("of_any_size")
@@ -251,11 +252,11 @@ def test_a_loss_of_samples_that_repeat_is_planned_with_their_keys(tmp_path: Path
     for repeats in (True, False):
         weights = (f"data.sample_weights={weighed(tmp_path / 'w.parquet', WEIGHTS)}",) if repeats else ()
         config = plan_settings(*TINIEST, *weights, "hardware=h100-80g")
-        with planner.open_dry_run(on_machine(config), HARDWARE["h100-80g"]) as opened:
-            loss: Any = opened.step.cache.loss
+        with planner.open_prediction(on_machine(config), HARDWARE["h100-80g"]) as opened:
+            loss: Any = opened.dry_run.step.cache.loss
             assert loss.uses_sameness_keys == repeats
     config = plan_settings(*TINIEST, f"data.sample_weights={tmp_path}/elsewhere.parquet", "hardware=h100-80g")
-    with planner.open_dry_run(config, HARDWARE["h100-80g"]):
+    with planner.open_prediction(config, HARDWARE["h100-80g"]):
         assert planner.epoch_samples(config) is None, "a plan needs no file of weights"
 
 
@@ -288,8 +289,8 @@ def test_graphs_are_kept_in_the_memory_that_a_second_pass_does_not_need() -> Non
 def test_the_exchange_is_the_one_that_the_run_takes() -> None:
     for batch, nodes, exchange in (("1M", 1, "ring"), ("8k", 1, "gather"), ("1M", 4, "gather")):
         config = plan_settings(*TINIEST, f"batch={batch}", "hardware=h100-80g", "gpus=8", f"nodes={nodes}")
-        with planner.open_dry_run(config, target_gpu(config)) as opened:
-            assert opened.config.loss.exchange == exchange
+        with planner.open_prediction(config, target_gpu(config)) as opened:
+            assert opened.dry_run.config.loss.exchange == exchange
 
 
 # Images/s per GPU, by three quarters for the fourth pass: plain steps that were measured on an H100 (2,950 to 3,271 of
