@@ -9,7 +9,6 @@
     objects.py     rows of JSON in several forms
     parquet.py     rows of Parquet
     places.py      where a picture lies, and its bytes
-    kinds.py       the kinds of files that are not our pictures
 
 A pair that cannot be used is left out and counted by its reason. It never ends the command.
 """

@@ -22,11 +22,11 @@ from clipscale.common import files
 from clipscale.common.cpu import cores
 from clipscale.common.process_pool import spawned_pool
 from clipscale.common.terminal import show_task, tracked
+from clipscale.data.content import kind_of
 from clipscale.data.hashing import hash64, utf8
 from clipscale.data.picture import MAX_PIXELS, Picture
 from clipscale.data.sample import MAX_TEXT_BYTES, BrokenSampleError, text_of, visible_text
 from clipscale.data.shards.writer import ShardWriter, shard_writer
-from clipscale.tools.data.pack.kinds import suffix_of
 from clipscale.tools.data.pack.pairs import Pair
 from clipscale.tools.data.pack.places import read
 from clipscale.tools.data.pack.tables import CAPTION_LIST
@@ -38,6 +38,9 @@ SHARD_BYTES = 10**9
 PARTS: dict[Literal["pairs", "held-out pairs"], str] = {"pairs": "", "held-out pairs": "holdout"}
 # JPEG quality of resized pictures.
 QUALITY = 95
+# Suffixes of pictures that training does not read, and of pages, which a table may name as pictures.
+OTHER_PICTURES = (".tif", ".tiff", ".avif", ".heic", ".heif", ".jxl", ".jp2", ".psd", ".svg")
+PAGES = (".html", ".pdf")
 # Most rows or columns of a JPEG that libjpeg writes.
 MAX_JPEG_SIDE = 65_500
 # The words of pandas, R and databases for a missing text, and Excel's errors.
@@ -136,6 +139,12 @@ def sample_of(number: int, pair: Pair, captions: list[str], data: bytes, side: i
         fields[CAPTION_LIST] = captions
     text = json.dumps(fields, default=str).encode()
     return {"__key__": f"{number:09d}", picture.type: data, "txt": captions[0].encode(), "json": text}
+
+
+def suffix_of(data: bytes) -> str:
+    """The suffix of a page or of a picture of another kind, by its first bytes; empty for all else."""
+    kind = kind_of(data)
+    return kind.suffix if kind and kind.suffix in (*OTHER_PICTURES, *PAGES) else ""
 
 
 def resized(pixels: np.ndarray, side: int) -> bytes:

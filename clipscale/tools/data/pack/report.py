@@ -12,9 +12,8 @@ from clipscale.common.terminal import print_line
 from clipscale.common.text import counted
 from clipscale.common.units import format_bytes
 from clipscale.data.shards import index
-from clipscale.tools.data.pack.kinds import OTHER_PICTURES
 from clipscale.tools.data.pack.pairs import SPLIT, TEXTS
-from clipscale.tools.data.pack.parts import PARTS, PartNote
+from clipscale.tools.data.pack.parts import OTHER_PICTURES, PARTS, PartNote
 from clipscale.tools.data.pack.places import ADDRESS
 from clipscale.tools.data.pack.tables import TABLES, conversion_command
 
