@@ -24,7 +24,6 @@ from clipscale.tools.trained_model import load_run_or_weights
 
 def main(config: EvalRunConfig) -> Results:
     """Evaluate, on `launch.procs` processes or as one of torchrun's. Raises UserError."""
-    check_eval(config)
     # Results of a run that trains on are of this checkpoint.
     complete_config = replace(completed_by_run(config), model=with_checkpoints_of_runs(config.model))
     if is_main_rank() and not config.eval.has_sets:
