@@ -20,6 +20,7 @@ from clipscale.models.weights import hugging_face
 from clipscale.models.weights.renaming import Weights, from_transformers, to_transformers
 from clipscale.tools.export.open_clip import weights
 
+WEIGHTS_FILE = "model.safetensors"
 START = "<|startoftext|>"
 END = "<|endoftext|>"
 # Model type -> the beginning of the names of transformers' classes.
@@ -45,7 +46,7 @@ def write(model: ClipModel, config: ModelConfig, out: Path, note: dict[str, str]
         for name in ("logit_scale", "logit_bias"):
             state[name] = state.get(name, torch.zeros(1)).reshape(1)
     out.mkdir(parents=True, exist_ok=True)
-    with files.replacing(out / "model.safetensors") as file:
+    with files.replacing(out / WEIGHTS_FILE) as file:
         save_file(
             {name: value.contiguous() for name, value in state.items()}, file.name, metadata={"format": "pt"} | note
         )

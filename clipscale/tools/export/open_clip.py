@@ -15,6 +15,7 @@ from clipscale.models.towers import ClipModel
 from clipscale.models.weights.descriptions import SAFE_TEXT
 from clipscale.models.weights.load_weights import Weights
 
+WEIGHTS_FILE = HF_SAFE_WEIGHTS_NAME
 # Takes the place of a tokenizer's folder in a description. Readers of an export find the tokenizer in the export.
 TOKENIZER = "tokenizer"
 
@@ -26,7 +27,7 @@ def write(model: ClipModel, config: ModelConfig, out: Path, note: dict[str, str]
     """
     check_rebuilt_by_open_clip(model, config)
     out.mkdir(parents=True, exist_ok=True)
-    with files.replacing(out / HF_SAFE_WEIGHTS_NAME) as file:
+    with files.replacing(out / WEIGHTS_FILE) as file:
         save_file(weights(model), file.name, metadata={"format": "pt"} | note)
     files.write_json(out / HF_CONFIG_NAME, open_clip_description(model, config))
     call = "open_clip.create_model_from_pretrained('local-dir:{}')"

@@ -4,7 +4,6 @@ import zlib
 from pathlib import Path
 
 from jinja2 import Template
-from open_clip.constants import HF_SAFE_WEIGHTS_NAME
 from open_clip.tokenizer import HFTokenizer
 from safetensors import SafetensorError, safe_open
 
@@ -31,7 +30,7 @@ CARD_SETTINGS = (
     "schedule.warmup", "precision", "seed",
 )  # fmt: skip
 # The file of weights, by format. It notes the run.
-FILES = {"open_clip": HF_SAFE_WEIGHTS_NAME, "hf": "model.safetensors"}
+FILES = {"open_clip": open_clip.WEIGHTS_FILE, "hf": hugging_face.WEIGHTS_FILE}
 START_WEIGHTS = ("model.weights", "model.image.weights", "model.text.weights")
 
 
