@@ -15,14 +15,11 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-import yaml
-from measure import Row, main
+from measure import Row, main, model_preset
 from torch import Tensor, nn
 from traffic import CHUNKS, CPU, Counter, random_inputs
 from words import counts
 
-from clipscale.config.model import ModelConfig
-from clipscale.config.presets import conf_dir
 from clipscale.models.towers import build_model
 from clipscale.step.cache.cast_weights import CastWeights, layers_to_cast
 from clipscale.step.precision import Precision
@@ -85,11 +82,10 @@ def passes(tower: nn.Module, inputs: Tensor, precision: Precision, *, once: bool
 def measure(model: str, precision: str, chunks: list[int], batch: int) -> list[Row]:
     """Counts for both towers together: MB of a chunk's weights, its operations, those that cast and add weights, and GB
     of steps by their chunks."""
-    values = yaml.safe_load((conf_dir() / "model" / f"{model}.yaml").read_text(encoding="utf-8"))
     casts_to = Precision.set_up(precision, CPU)
     row: Row = {}
     with without_memory(), cuda_autocast():
-        clip = build_model(ModelConfig(**values))
+        clip = build_model(model_preset(model))
         towers = {"image": clip.image, "text": clip.text}
         cast = [layer.weights() for tower in towers.values() for layer, _ in layers_to_cast(tower, casts_to.autocast)]
         of_cast = CAST * sum(x.numel() for weights in cast for x in weights if x is not None)

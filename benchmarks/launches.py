@@ -13,17 +13,14 @@ from types import SimpleNamespace
 from unittest.mock import patch
 
 import torch
-import yaml
 from chunks import passes
 from inductor import Call, Fused, block_calls, counting
-from measure import Row, main
+from measure import Row, main, model_preset
 from torch import Tensor
 from torch._inductor import compile_fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 from traffic import CPU, Counter
 
-from clipscale.config.model import ModelConfig
-from clipscale.config.presets import conf_dir
 from clipscale.models.towers import build_model
 from clipscale.step.cache.cast_weights import CastWeights
 from clipscale.step.precision import Precision
@@ -50,10 +47,9 @@ def both_passes(calls: list[Call], cast_weights: CastWeights, precision: Precisi
 
 
 def measure(model: str, precision: str, chunk: int, width: int) -> list[Row]:
-    values = yaml.safe_load((conf_dir() / "model" / f"{model}.yaml").read_text(encoding="utf-8"))
     casts_to = Precision.set_up(precision, CPU)
     with torch.device("meta"):
-        clip = build_model(ModelConfig(**values))
+        clip = build_model(model_preset(model))
     with FakeTensorMode(allow_non_fake_inputs=True):
         tower = clip.to_empty(device=CPU).text
         tokens = torch.empty(chunk, width, dtype=torch.long)

@@ -27,7 +27,9 @@ from words import Row, settings_of
 from words import counts as counts
 
 from clipscale.common.errors import UserError
-from clipscale.common.files import write_json, write_text
+from clipscale.common.files import read_yaml, write_json, write_text
+from clipscale.config.model import ModelConfig
+from clipscale.config.presets import conf_dir
 from clipscale.log.environment import environment
 
 Columns = dict[str, Callable[[Row], str]]
@@ -69,6 +71,11 @@ def main(
         write_text(out / f"{name}.md", f"{table}\n\n{made(record['machine'])}\n")
         print(markdown(columns, rows).splitlines()[2], flush=True)
     print(f"\n{table}")
+
+
+def model_preset(name: str) -> ModelConfig:
+    """The settings in conf/model/NAME.yaml."""
+    return ModelConfig(**read_yaml(conf_dir() / "model" / f"{name}.yaml"))
 
 
 # ---- a job ----

@@ -12,13 +12,10 @@ from typing import Any
 
 import timm.optim
 import torch
-import yaml
-from measure import Row, main, spread
+from measure import Row, main, model_preset, spread
 
 from clipscale.common.errors import UserError
 from clipscale.common.text import did_you_mean
-from clipscale.config.model import ModelConfig
-from clipscale.config.presets import conf_dir
 from clipscale.config.sections import OptimConfig
 from clipscale.models.towers import ClipModel, build_model
 from clipscale.step.optim import build_optimizer, parameter_groups
@@ -59,11 +56,10 @@ WAYS: dict[str, dict[str, Build]] = {
 
 def measure(model: str, optimizer: str, repeats: int) -> list[Row]:
     """Milliseconds of a step by each way, and how far its weights are from ours at the end."""
-    values = yaml.safe_load((conf_dir() / "model" / f"{model}.yaml").read_text(encoding="utf-8"))
     models, optimizers = {}, {}
     for way, build in WAYS[optimizer].items():
         torch.manual_seed(0)
-        models[way] = build_model(ModelConfig(**values))
+        models[way] = build_model(model_preset(model))
         for p in models[way].parameters():
             p.grad = GRADIENT * torch.randn_like(p)
         optimizers[way] = build(models[way], CONFIGS[optimizer])

@@ -16,14 +16,11 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-import yaml
-from measure import Row, main
+from measure import Row, main, model_preset
 from torch import Tensor
 from words import counts
 
 from clipscale import GradCache, contrastive_loss
-from clipscale.config.model import ModelConfig
-from clipscale.config.presets import conf_dir
 from clipscale.models.linear import CastLinear
 from clipscale.models.towers import ClipModel, build_model
 from clipscale.step.cache.cast_weights import CastWeights
@@ -68,9 +65,8 @@ def error(actual: Tensor, exact: Tensor) -> float:
 
 def measure(model: str, batch: int, chunk: int, precision: str) -> list[Row]:
     """Relative distances: the median over the matrices of linear layers, and that of all gradients together."""
-    values = yaml.safe_load((conf_dir() / "model" / f"{model}.yaml").read_text(encoding="utf-8"))
     torch.manual_seed(0)
-    clip = build_model(ModelConfig(**values))
+    clip = build_model(model_preset(model))
     inputs = random_pixels(clip, CPU, batch), random_captions(clip, CPU, batch)
     casts_to = Precision.set_up(precision, CPU)
     matrices = [f"{name}.weight" for name, module in clip.named_modules() if isinstance(module, CastLinear)]

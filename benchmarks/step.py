@@ -30,16 +30,14 @@ from typing import Any
 
 import numpy as np
 import torch
-import yaml
-from measure import Meter, Row, main, ms, profiled, spread
+from measure import Meter, Row, main, model_preset, ms, profiled, spread
 from torch import Tensor
 
 from clipscale import GradCache, contrastive_loss
 from clipscale.common.errors import UserError
 from clipscale.common.text import did_you_mean
 from clipscale.common.units import format_count, parse_count
-from clipscale.config.model import ModelConfig, TowerConfig
-from clipscale.config.presets import conf_dir
+from clipscale.config.model import TowerConfig
 from clipscale.data.loader.padding import Padding
 from clipscale.data.loader.sorted_texts import SortedTexts
 from clipscale.data.loader.to_device import ChunkLoader, TextLoader
@@ -105,11 +103,7 @@ class Step:
     def __init__(self, method: str, model: str, chunk: int, precision: str, device: str) -> None:
         self.kind, self.base = named(method)
         self.chunk, self.device = chunk, torch.device(device)
-        values = yaml.safe_load((conf_dir() / "model" / f"{model}.yaml").read_text(encoding="utf-8"))
-        self.config = replace(
-            ModelConfig(**values),
-            image=TowerConfig(train="none" if self.kind == "frozen" else "all"),
-        )
+        self.config = replace(model_preset(model), image=TowerConfig(train="none" if self.kind == "frozen" else "all"))
         self.precision = Precision.set_up(precision, self.device)
         torch.manual_seed(0)
         with self.device:  # drawing a large model's weights on a CPU takes longer than timing it

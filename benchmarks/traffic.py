@@ -16,16 +16,13 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-import yaml
-from measure import Row, main
+from measure import Row, main, model_preset
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
-from clipscale.config.model import ModelConfig
-from clipscale.config.presets import conf_dir
 from clipscale.models.towers import ClipModel, build_model
 from clipscale.step.precision import Precision
 from clipscale.tools.plan.memory_tracker import cuda_autocast, without_memory
@@ -129,8 +126,7 @@ def random_inputs(clip: ClipModel, size: int) -> dict[str, Tensor]:
 def measure(model: str, precision: str, tflops: float, tbs: float) -> list[Row]:
     """Counts for one sample: GFLOP, MB by kind, operations of a chunk, and milliseconds; the same compiled."""
     counts = {}
-    values = yaml.safe_load((conf_dir() / "model" / f"{model}.yaml").read_text(encoding="utf-8"))
-    config = ModelConfig(**values)
+    config = model_preset(model)
     with without_memory():
         clip = build_model(config)
         for size in CHUNKS:

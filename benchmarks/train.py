@@ -23,13 +23,11 @@ from statistics import median
 from types import SimpleNamespace
 from typing import Any
 
-import yaml
 from data import photograph, write_shards
-from measure import Row, main
+from measure import Row, main, model_preset
 
 from clipscale.common.errors import UserError
 from clipscale.common.units import format_count
-from clipscale.config.presets import conf_dir
 from clipscale.config.setting import flatten
 
 DEFAULTS = {
@@ -121,7 +119,7 @@ def open_clip(place: Path, files: list[bytes], samples: int, options: SimpleName
     """open_clip's own program. Its step times contain the waiting for data."""
     name = "small"
     if options.model != "small":
-        name = yaml.safe_load((conf_dir() / "model" / f"{options.model}.yaml").read_text(encoding="utf-8"))["name"]
+        name = model_preset(options.model).name
     (place / "small.json").write_text(json.dumps(SMALL))
     for number, data in enumerate(files):
         (place / f"{number}.jpg").write_bytes(data)
