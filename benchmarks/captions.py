@@ -8,13 +8,12 @@ Captions of the demo set get two sentences in front that say nothing of the pict
 with short captions. Each run trains for as many samples.
 """
 
-import json
 import tempfile
 from pathlib import Path
 from random import Random
 from types import SimpleNamespace
 
-from demo import SCORES, called
+from demo import SCORES, called, results, scores_of
 from measure import Row, counts, main
 
 from clipscale.data.shards.reader import ReadFailure, read_shard
@@ -47,9 +46,8 @@ def measure(seed: int, way: str, pairs: int, samples: str) -> list[Row]:
         )
         called("train", "experiment=demo", *words, "eval.sets=[]", f"run={folder}/run")
         called("eval", f"run={folder}/run", f"eval.sets=[{','.join(evaluation_sets(folder / 'demo'))}]")
-        (file,) = folder.glob("run/eval/*.json")
-        results = json.loads(file.read_text())["results"]
-    return [{"captions": CAPTIONS[way], **{head: results[of][metric] for head, (of, metric) in SCORES.items()}}]
+        scores = scores_of(results(folder / "run"))
+    return [{"captions": CAPTIONS[way], **scores}]
 
 
 def lengthen(demo: Path, out: Path) -> None:

@@ -63,6 +63,11 @@ def results(run: Path) -> Row:
     return dict(json.loads(newest.read_text())["results"])
 
 
+def scores_of(found: Row, marks: str = "") -> dict[str, float]:
+    """The table's scores in the results of an evaluation. `marks` follows the name of a set, such as ` (size 32)`."""
+    return {head: found[name + marks][metric] for head, (name, metric) in SCORES.items()}
+
+
 def called(*words: str) -> None:
     """Run a verb. Raises RuntimeError with its last line."""
     done = subprocess.run([sys.executable, "-m", "clipscale", *words], capture_output=True, text=True)
@@ -88,7 +93,7 @@ def recorded() -> dict[str, tuple[float, float]]:
 
 def beside(run: Path) -> str:
     """A run's scores beside the recorded ranges, in per cent."""
-    scores = {head: results(run)[name][metric] for head, (name, metric) in SCORES.items()}
+    scores = scores_of(results(run))
     seeds = len(json.loads(RECORD.read_text())["rows"])
     lines = [f"{'':<18}  {run.name[:10]:>10}  {seeds} recorded seeds"]
     for head, (low, high) in recorded().items():

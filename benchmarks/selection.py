@@ -16,7 +16,7 @@ from pathlib import Path
 from random import Random
 from types import SimpleNamespace
 
-from demo import SCORES, called
+from demo import SCORES, called, results, scores_of
 from measure import Row, counts, main
 from PIL import Image
 from pyarrow.parquet import read_table
@@ -70,9 +70,7 @@ def trained_on(folder: Path, run: str, seed: int, samples: str, *words: str) -> 
     called("train", *common, "eval.sets=[]", f"run={folder}/{run}", *words)
     sets = ",".join(evaluation_sets(folder / "demo"))
     called("eval", f"run={folder}/{run}", f"eval.sets=[{sets}]")
-    (file,) = (folder / run / "eval").glob("*.json")
-    results = json.loads(file.read_text())["results"]
-    return {head: results[of][metric] for head, (of, metric) in SCORES.items()}
+    return scores_of(results(folder / run))
 
 
 def dropped(folder: Path, *words: str) -> set[str]:

@@ -13,7 +13,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import yaml
-from demo import SCORES, called
+from demo import SCORES, called, results, scores_of
 from measure import Row, counts, main
 
 DEFAULTS = {"seeds": "0,1", "samples": "70k", "sizes": "16,32,64", "out": "runs/bench"}
@@ -37,15 +37,13 @@ def measure(seed: int, trained: bool, sizes: list[int], samples: str) -> list[Ro
             settings["loss"]["sizes"] = sizes
             (run / "config.yaml").write_text(yaml.safe_dump(settings))
             called("eval", f"run={run}")
-        (file,) = run.glob("eval/*.json")
-        results = json.loads(file.read_text())["results"]
+        found = results(run)
         steps = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     share = sum(step["loss_s"] for step in steps) / sum(step["step_s"] for step in steps)
     rows = []
     for size in [*sizes, None]:
         marks = f" (size {size})" if size else ""
-        scores = {head: results[of + marks][metric] for head, (of, metric) in SCORES.items()}
-        rows.append({"size": size, "steps": len(steps), "loss_share": share, **scores})
+        rows.append({"size": size, "steps": len(steps), "loss_share": share, **scores_of(found, marks)})
     return rows
 
 
