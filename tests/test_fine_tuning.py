@@ -12,7 +12,8 @@ from clipscale.config.model import ModelConfig
 from clipscale.config.sections import EvalConfig, LossConfig
 from clipscale.tools.export.settings import ExportSettings
 from clipscale.tools.export.verb import main as export
-from clipscale.tools.report.page import charts_of, points, write_report
+from clipscale.tools.report.charts import charts_of, points
+from clipscale.tools.report.page import write_report
 from clipscale.tools.report.runs import read_runs
 from clipscale.train import train
 from tests.cli.conftest import Cli, tiny

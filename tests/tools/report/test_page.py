@@ -16,7 +16,8 @@ import pytest
 import yaml
 
 from clipscale.cli.main import main
-from clipscale.tools.report.page import bin_means, short_paths, thinned_rows, write_report
+from clipscale.tools.report.charts import bin_means, thinned_rows
+from clipscale.tools.report.page import short_paths, write_report
 from tests.conftest import Capture
 from tests.support.browser import CHROMIUM, Page, browser
 from tests.support.user_errors import refused
