@@ -20,7 +20,6 @@ from clipscale.step.batch_passes import BatchPasses, TwoTowerPasses
 from clipscale.step.cache.grad_cache import GradCache
 from clipscale.step.captioner_passes import CaptionerPasses
 from clipscale.step.ema import WeightEma
-from clipscale.step.input_builder import InputBuilder
 from clipscale.step.optim import build_optimizer
 from clipscale.step.pair_encoder import wrapped_pair_encoder
 from clipscale.step.precision import Precision
@@ -41,7 +40,7 @@ def build_step(
 
     Here the settings of a step end: what it calls gets plain values, or its own section.
 
-    `sorts_captions`: see InputBuilder. Raises UserError.
+    `sorts_captions`: see AgreedInputs. Raises UserError.
     """
     loss = build_loss(config, model, precision, teachers)
     passes = build_passes(config, world, model, precision, chunk_sizes, loss, sorts_captions=sorts_captions)
@@ -93,7 +92,7 @@ def build_passes(
 ) -> BatchPasses:
     """The two passes of the towers, or of a captioner's encoder of pairs, wrapped for several ranks. A collective."""
     parallel = config.launch.parallel
-    inputs = InputBuilder(
+    inputs = AgreedInputs(
         world,
         stays_on_device=config.offload == "none",
         sorts_captions=sorts_captions,
@@ -106,7 +105,7 @@ def build_passes(
         pairs = wrapped_pair_encoder(model, world, parallel, precision.dtype)
         return CaptionerPasses(
             cache=make_cache([pairs], loss.loss_of_pairs, chunks=[chunk_sizes.image]),
-            inputs=AgreedInputs(inputs),
+            inputs=inputs,
             caption_weight=config.caption.weight,
             frozen_images=model.image if is_frozen(model.image) else None,
             autocast=precision.autocast,
@@ -116,7 +115,7 @@ def build_passes(
         model.decoder.requires_grad_(False)
     return TwoTowerPasses(
         cache=make_cache(towers, loss, chunks=[chunk_sizes.image, chunk_sizes.text]),
-        inputs=AgreedInputs(inputs),
+        inputs=inputs,
         text_layout=config.data.text_layout,
     )
 

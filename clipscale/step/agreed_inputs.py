@@ -1,13 +1,13 @@
-"""The inputs of a step whose counts all ranks agree on, and the message in which they agree, one step ahead."""
+"""The encoders' inputs of a batch, and the message in which all ranks agree on their counts, one step ahead."""
 
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
 from clipscale.data.loader.host_batch import HostBatch
-from clipscale.data.loader.to_device import TextLoader
+from clipscale.data.loader.sorted_texts import SortedTexts
+from clipscale.data.loader.to_device import ChunkLoader, TextLoader
 from clipscale.distributed.world import AsyncReduction, World
-from clipscale.step.input_builder import InputBuilder
 
 
 class StepFacts(NamedTuple):
@@ -70,14 +70,25 @@ class StepAgreement:
 
 @dataclass
 class AgreedInputs:
-    """The texts of a batch and the number of its caption labels, as all ranks agree on them.
+    """The encoders' inputs of this rank's batches, and the number of caption labels, as all ranks agree on them.
 
     All ranks make equally many text chunks. It keeps the agreement on the next batch.
     """
 
-    builder: InputBuilder
+    world: World
+    # Whether a batch's pixels and texts stay on the device between the passes.
+    stays_on_device: bool
+    # Whether texts, or a captioner's pairs, are sorted by length, so that they lose their padding. The features of such
+    # a text tower must not depend on the padding.
+    sorts_captions: bool
+    # Whether sorted texts come in equally large chunks, as a captioner needs; see `SortedTexts`.
+    has_equal_chunks: bool = False
     # On the next batch to be encoded; None before the first step of a start.
     agreement: StepAgreement | None = None
+
+    def images(self, batch: HostBatch) -> ChunkLoader:
+        """The image tower's input."""
+        return ChunkLoader(batch.pixels, len(batch), self.world.device, stays_on_device=self.stays_on_device)
 
     def texts(self, batch: HostBatch, chunk_size: int) -> TextLoader:
         """The text tower's input; if it is sorted, in equally many chunks on all ranks.
@@ -91,12 +102,34 @@ class AgreedInputs:
             assert agreement.chunk_size == chunk_size, "the ranks have agreed on chunks of another size"
         texts = agreement.texts if agreement else None
         if texts is None:
-            texts = self.builder.texts(batch, chunk_size)
-        if self.builder.sorts_captions:
+            texts = self.local_texts(batch, chunk_size)
+        if self.sorts_captions:
             num_chunks = agreement.facts.text_chunks if agreement else None
             if num_chunks is None:
-                [num_chunks] = self.builder.world.all_reduce_max(texts.num_chunks)
+                [num_chunks] = self.world.all_reduce_max(texts.num_chunks)
             texts.split(num_chunks)
+        return texts
+
+    def local_texts(self, batch: HostBatch, chunk_size: int) -> TextLoader:
+        """The text tower's input. If texts are sorted, waits for all of them, and makes this rank's own chunks."""
+        if not self.sorts_captions:
+            return TextLoader(
+                batch.tokens,
+                batch.num_texts,
+                batch.context_length,
+                self.world.device,
+                stays_on_device=self.stays_on_device,
+            )
+        texts = SortedTexts(
+            batch.tokens,
+            batch.lengths,
+            batch.num_texts,
+            batch.context_length,
+            self.world.device,
+            stays_on_device=self.stays_on_device,
+            has_equal_chunks=self.has_equal_chunks,
+        )
+        texts.make_chunks(chunk_size)
         return texts
 
     def num_caption_labels(self, local_labels: int) -> int:
@@ -107,8 +140,7 @@ class AgreedInputs:
         agreed = self.agreement.facts.caption_labels if self.agreement else None
         if agreed is not None:
             return agreed
-        world = self.builder.world
-        return sum(world.all_reduce_max(*world.one_hot_by_rank(local_labels)))
+        return sum(self.world.all_reduce_max(*self.world.one_hot_by_rank(local_labels)))
 
     def start_agreement(
         self, upcoming: HostBatch | None, chunk_size: int, *, wants_save: bool, caption_labels: int | None = None
@@ -120,9 +152,9 @@ class AgreedInputs:
         `upcoming`: the next batch, if it has arrived. `chunk_size`: texts of a chunk. `caption_labels`: see
         `StepAgreement.start`.
         """
-        texts = None if upcoming is None else self.builder.texts(upcoming, chunk_size)
+        texts = None if upcoming is None else self.local_texts(upcoming, chunk_size)
         self.agreement = StepAgreement.start(
-            self.builder.world, upcoming, texts, chunk_size, wants_save=wants_save, caption_labels=caption_labels
+            self.world, upcoming, texts, chunk_size, wants_save=wants_save, caption_labels=caption_labels
         )
         return self.agreement
 

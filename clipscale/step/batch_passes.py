@@ -37,8 +37,8 @@ class BatchPasses(ABC):
 
     @property
     def sorts_captions(self) -> bool:
-        """Whether texts, or a captioner's pairs, are sorted by length; see `InputBuilder`."""
-        return self.inputs.builder.sorts_captions
+        """Whether texts, or a captioner's pairs, are sorted by length; see `AgreedInputs`."""
+        return self.inputs.sorts_captions
 
     @abstractmethod
     def encode(self, batch: HostBatch, before_chunk: Poll) -> EncodedBatch:
@@ -75,7 +75,7 @@ class TwoTowerPasses(BatchPasses):
     text_layout: TextLayout
 
     def encode(self, batch: HostBatch, before_chunk: Poll) -> EncodedBatch:
-        image_features = self.cache.encode_tower(0, self.inputs.builder.images(batch), before_chunk)
+        image_features = self.cache.encode_tower(0, self.inputs.images(batch), before_chunk)
         texts = self.inputs.texts(batch, self.cache.chunks[1])
         return EncodedBatch([image_features, self.cache.encode_tower(1, texts, before_chunk)], texts)
 

@@ -68,7 +68,7 @@ class CaptionerPasses(BatchPasses):
         if self.cache.chunk_loss is None:  # no chunk had a second pass, because nothing trains
             return StepLoss(contrastive)
         caption_loss_sum = self.cache.chunk_loss.clone()  # the sum over ranks is in place
-        self.inputs.builder.world.all_reduce_sum_(caption_loss_sum)
+        self.inputs.world.all_reduce_sum_(caption_loss_sum)
         return StepLoss(contrastive, caption_loss_sum / self.num_labels, self.caption_weight)
 
 

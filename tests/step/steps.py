@@ -14,7 +14,6 @@ from clipscale.step.agreed_inputs import AgreedInputs
 from clipscale.step.batch_loss import BatchLoss
 from clipscale.step.batch_passes import TwoTowerPasses
 from clipscale.step.cache.grad_cache import GradCache
-from clipscale.step.input_builder import InputBuilder
 from clipscale.step.precision import Precision
 from clipscale.step.train_step import StepResult, TrainStep
 from tests.support.checkpoints import ONE_RANK
@@ -42,11 +41,11 @@ def small_step(
         autocast=formats.autocast,
         scaler=formats.scaler,
     )
-    inputs = InputBuilder(world, stays_on_device=False, sorts_captions=True)
+    inputs = AgreedInputs(world, stays_on_device=False, sorts_captions=True)
     return TrainStep(
         world=world,
         model=model,
-        passes=TwoTowerPasses(cache, AgreedInputs(inputs), ONE_CAPTION),
+        passes=TwoTowerPasses(cache, inputs, ONE_CAPTION),
         precision=formats,
         optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
         ema=None,

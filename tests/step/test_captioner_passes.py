@@ -41,7 +41,6 @@ from clipscale.step.cache.cast_weights import CastWeights
 from clipscale.step.cache.grad_cache import GradCache
 from clipscale.step.cache.kept_graphs import GraphBudget
 from clipscale.step.captioner_passes import CaptionerPasses
-from clipscale.step.input_builder import InputBuilder
 from clipscale.step.precision import Precision
 from clipscale.step.train_step import TrainStep
 from tests.loss.dense_distillation import dense_distillation_loss
@@ -159,7 +158,7 @@ def captioner_passes(chunk_loss: Tensor | None, labels: int = 4, weight: float =
     """Passes after a replay of captions with so many labels."""
     cache = GradCache([nn.Identity()], torch.sum, chunks=1)
     cache.chunk_loss = chunk_loss
-    inputs = AgreedInputs(InputBuilder(ONE_RANK, stays_on_device=False, sorts_captions=False))
+    inputs = AgreedInputs(ONE_RANK, stays_on_device=False, sorts_captions=False)
     return CaptionerPasses(cache, inputs, weight, frozen_images=None, autocast=nullcontext, num_labels=labels)
 
 

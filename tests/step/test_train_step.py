@@ -15,7 +15,6 @@ from clipscale.distributed.world import AsyncReduction, World
 from clipscale.step import train_step
 from clipscale.step.agreed_inputs import AgreedInputs, StepAgreement, StepFacts
 from clipscale.step.ema import WeightEma
-from clipscale.step.input_builder import InputBuilder
 from clipscale.step.train_step import TrainStep
 from tests.step.steps import ArrivedStream, host_batch, run_step, small_batch, small_step
 from tests.support.checkpoints import ONE_RANK
@@ -42,9 +41,9 @@ def test_text_chunks_and_caption_labels_are_known_if_each_rank_knows_its_own(
 
 def test_no_labels_of_any_rank_are_known_without_another_message() -> None:
     agreement = StepAgreement(AsyncReduction(torch.tensor((0, 0, 3, 0, 0))))
-    inputs = InputBuilder(ONE_RANK, stays_on_device=False, sorts_captions=True)
+    inputs = AgreedInputs(ONE_RANK, stays_on_device=False, sorts_captions=True, agreement=agreement)
     with patch.object(World, "all_reduce_max", side_effect=AssertionError("another message")):
-        assert AgreedInputs(inputs, agreement).num_caption_labels(local_labels=5) == 0
+        assert inputs.num_caption_labels(local_labels=5) == 0
 
 
 def checkpoints_asked_for(rank: int, world_size: int) -> list[bool]:
