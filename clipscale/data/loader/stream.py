@@ -20,7 +20,7 @@ from clipscale.data.loader.host_batch import Arena, HostBatch
 from clipscale.data.loader.position import DataPosition, StreamPosition
 from clipscale.data.loader.shard_stream import WorkerSpec
 from clipscale.data.loader.workers import InProcessWorker, Workers
-from clipscale.data.shards.shard_errors import CHANGED_SHARD
+from clipscale.data.shards.index import CHANGED_SHARD
 
 log = logging.getLogger(__name__)
 

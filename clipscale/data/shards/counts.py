@@ -13,7 +13,7 @@ from clipscale.data.addresses import is_local
 from clipscale.data.hashing import utf8
 from clipscale.data.order import BatchShare, Epochs, Order, Resampled, WeightedSources, default_streams, streams_fit
 from clipscale.data.shards import index
-from clipscale.data.shards.shard_errors import SourceError
+from clipscale.data.shards.requests import SourceError
 from clipscale.data.shards.subset import Subset, subset_of
 from clipscale.data.shards.unusable import RULE
 

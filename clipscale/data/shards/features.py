@@ -21,7 +21,7 @@ from clipscale.data.addresses import dirname
 from clipscale.data.sample import MAX_TEXT_BYTES, BrokenSampleError
 from clipscale.data.shards.index import folder_of_shard
 from clipscale.data.shards.listing import expand
-from clipscale.data.shards.shard_errors import SourceError
+from clipscale.data.shards.requests import SourceError
 from clipscale.data.shards.store import Store
 
 # The file beside the shards that describes each teacher's features.

@@ -25,8 +25,7 @@ from clipscale.common.process_pool import spawned_pool
 from clipscale.data.addresses import basename, dirname, is_local
 from clipscale.data.hashing import digest, utf8
 from clipscale.data.shards.reader import ReadFailure, read_shard
-from clipscale.data.shards.requests import ObjectState
-from clipscale.data.shards.shard_errors import CHANGED_SHARD, SourceError
+from clipscale.data.shards.requests import ObjectState, SourceError
 from clipscale.data.shards.store import Store, local_state
 from clipscale.data.shards.subset import Subset
 from clipscale.data.shards.tar import BLOCK_BYTES
@@ -45,6 +44,8 @@ _OFFSETS = "offsets BLOB"
 _WEIGHT = "weight REAL"
 # A copy of the short columns: without it SQLite reads a page per shard, among gigabytes of offsets.
 _LOOKUP = f"CREATE INDEX IF NOT EXISTS states ON shards ({_COLUMNS})"
+# The fault of a shard that has changed since it was indexed, and is read without its index.
+CHANGED_SHARD = "changed_shard"
 # Threads that ask a file system for the states of files.
 THREADS = 16
 # Fewer shards than this are scanned in one process: starting others takes longer.

@@ -24,8 +24,7 @@ from clipscale.data.sample import (
     RawSample,
     key_and_extension,
 )
-from clipscale.data.shards.requests import ObjectState
-from clipscale.data.shards.shard_errors import SourceError
+from clipscale.data.shards.requests import ObjectState, SourceError
 from clipscale.data.shards.store import Store
 from clipscale.data.shards.subset import Subset
 from clipscale.data.shards.tar import (

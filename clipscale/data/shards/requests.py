@@ -16,7 +16,6 @@ from urllib.parse import quote, unquote
 from clipscale.common.errors import UserError
 from clipscale.common.remote import NO_CREDENTIALS, check_credentials, no_credentials
 from clipscale.data.addresses import bucket_of, scheme_of
-from clipscale.data.shards.shard_errors import SourceError
 
 if TYPE_CHECKING:
     import aiohttp
@@ -56,6 +55,14 @@ class ObjectState(NamedTuple):
 
 
 Request = futures.Future[tuple[bytes, ObjectState]]
+
+
+class SourceError(Exception):
+    """A shard cannot be read further. `reason` is a fixed word, under which its lost samples are counted."""
+
+    def __init__(self, reason: str, detail: str = "") -> None:
+        super().__init__(detail or reason)
+        self.reason = reason
 
 
 class TransientError(SourceError):

@@ -21,8 +21,7 @@ from clipscale.common.remote import ANNOUNCE_S
 from clipscale.common.signals import Poll, no_poll
 from clipscale.common.terminal import is_main_rank, log_line
 from clipscale.data.addresses import is_local
-from clipscale.data.shards.requests import NO_ANSWER, ObjectState, Request, TransientError, start_request
-from clipscale.data.shards.shard_errors import SourceError
+from clipscale.data.shards.requests import NO_ANSWER, ObjectState, Request, SourceError, TransientError, start_request
 
 # A shard is given up after this many failed retries in a row. The waits between them take about 45 seconds; a request
 # without an answer takes up to 94 seconds more.

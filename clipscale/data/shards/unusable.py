@@ -18,7 +18,7 @@ from clipscale.data.sample import (
     visible_text,
 )
 from clipscale.data.shards.reader import Archive
-from clipscale.data.shards.shard_errors import SourceError
+from clipscale.data.shards.requests import SourceError
 from clipscale.data.shards.store import Store
 from clipscale.data.shards.tar import DAMAGE, open_archive
 

@@ -25,7 +25,7 @@ from clipscale.data.sample import IMAGE_TYPES, size_limits_of
 from clipscale.data.shards.features import encoded_array
 from clipscale.data.shards.index import scan_shard
 from clipscale.data.shards.reader import ReadFailure, read_shard
-from clipscale.data.shards.shard_errors import SourceError
+from clipscale.data.shards.requests import SourceError
 from clipscale.data.shards.writer import shard_writer
 from clipscale.distributed.agreement import run_long_on_rank0
 from clipscale.distributed.join import destroy_world, init_world

@@ -20,7 +20,7 @@ from clipscale.data.loader.host_batch import Arena, HostBatch
 from clipscale.data.loader.open_stream import order_shards, worker_count
 from clipscale.data.loader.sorted_texts import SortedTexts
 from clipscale.data.order import BatchShare
-from clipscale.data.shards.shard_errors import SourceError
+from clipscale.data.shards.requests import SourceError
 from clipscale.data.shards.store import Store
 from tests.data.files import HUGE, Letters, Words, picture, sample, write_shards, write_tar
 from tests.data.streams import all_ids, content, contents, flat, ids, inline_workers, open_stream, sample_id
