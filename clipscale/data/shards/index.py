@@ -12,7 +12,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from functools import partial
-from itertools import chain, starmap
+from itertools import starmap
 from multiprocessing.pool import ThreadPool
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
@@ -158,13 +158,8 @@ def _states(paths: Sequence[str]) -> list[ObjectState | None]:
     if not paths:
         return []
     size = -(-len(paths) // THREADS)
-    slices = [paths[start : start + size] for start in range(0, len(paths), size)]
-    with ThreadPool(len(slices)) as pool:  # a signal leaves it at once, also where a file system is silent
-        return [*chain.from_iterable(pool.map(_states_one_by_one, slices))]
-
-
-def _states_one_by_one(paths: Sequence[str]) -> list[ObjectState | None]:
-    return [_state(path) for path in paths]
+    with ThreadPool(-(-len(paths) // size)) as pool:  # a signal leaves it at once, also where a file system is silent
+        return pool.map(_state, paths, chunksize=size)
 
 
 def _state(path: str) -> ObjectState | None:
