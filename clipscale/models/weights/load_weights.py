@@ -4,7 +4,6 @@ import logging
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -133,7 +132,10 @@ def read(source: Source) -> Weights:
     other_paths: tuple[str, ...] = ()
     for path in source.shards:
         with source.unreadable_to_user_error():
-            found_set = choose_weight_set(_load_file(path), source.key, source.setting)
+            content: Mapping[str, object] = (
+                load_file(path) if path.suffix == ".safetensors" else saved_by_torch(path, "cpu")
+            )
+            found_set = choose_weight_set(content, source.key, source.setting)
         state |= cast(Weights, found_set.tensors)
         other_paths += found_set.other_paths
     if other_paths:
@@ -175,10 +177,6 @@ def _load_run(source: Source) -> Weights:
     return state
 
 
-def _load_file(path: Path) -> Mapping[str, object]:
-    return load_file(path) if path.suffix == ".safetensors" else saved_by_torch(path, "cpu")
-
-
 def convert(state: Weights, encoders: CustomTextCLIP | CoCa, source: Source, prefix: str = "") -> Weights:
     """The weights of a model, or of its tower `prefix`, under the names and in the shapes of `encoders`.
 
@@ -197,7 +195,9 @@ def convert(state: Weights, encoders: CustomTextCLIP | CoCa, source: Source, pre
         if name in state and name in ours and state[name].numel() == 1:
             state[name] = state[name].reshape(ours[name].shape)
     state.pop("text.transformer.embeddings.position_ids", None)
-    return resize_positions(state, encoders, source)
+    for name in fit_positions(state, encoders):
+        log.warning(f"{source.setting}: {name} resized to {state[name].shape[-2]} positions")
+    return state
 
 
 def by_model_names(state: Weights, ours: Iterable[str], source: Source, prefix: str) -> Weights:
@@ -213,13 +213,6 @@ def by_model_names(state: Weights, ours: Iterable[str], source: Source, prefix: 
         rest = f"; left over: {listed(match.unmatched)}" if match.unmatched else ""
         log.warning(f"{source.setting}: {len(match.matched)} weights by their names{taken_off}{rest}")
     return {match.model_keys[key]: value for key, value in state.items() if key in match.model_keys}
-
-
-def resize_positions(state: Weights, encoders: CustomTextCLIP | CoCa, source: Source) -> Weights:
-    """The weights, with position embeddings interpolated for the model's patches and tokens. A warning names them."""
-    for name in fit_positions(state, encoders):
-        log.warning(f"{source.setting}: {name} resized to {state[name].shape[-2]} positions")
-    return state
 
 
 def fit_positions(weights: Weights, model: nn.Module) -> list[str]:
