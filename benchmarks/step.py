@@ -38,9 +38,9 @@ from clipscale.common.errors import UserError
 from clipscale.common.text import did_you_mean
 from clipscale.common.units import format_count, parse_count
 from clipscale.config.model import TowerConfig
-from clipscale.data.loader.padding import Padding
 from clipscale.data.loader.sorted_texts import SortedTexts
 from clipscale.data.loader.to_device import ChunkLoader, TextLoader
+from clipscale.data.tokenizer import Padding
 from clipscale.models.captioner import count_caption_labels, init_decoder
 from clipscale.models.encoders import describe_model
 from clipscale.models.flops import Flops

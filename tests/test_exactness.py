@@ -15,9 +15,9 @@ import torch
 from torch import Tensor, nn
 
 from clipscale.config.model import TowerConfig
-from clipscale.data.loader.padding import Padding
 from clipscale.data.loader.sorted_texts import SortedTexts
 from clipscale.data.loader.to_device import ChunkLoader
+from clipscale.data.tokenizer import Padding
 from clipscale.distributed.parallel import gradient_norm, sum_gradients, wrap
 from clipscale.distributed.world import World
 from clipscale.loss.api import contrastive_loss

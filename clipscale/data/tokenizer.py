@@ -1,9 +1,14 @@
-"""open_clip's tokenizers, for captions of any length."""
+"""open_clip's tokenizers, for captions of any length, and the padding of their tokens.
+
+Letters: N captions, T tokens of the context.
+"""
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import TypeAlias
 
+import numpy as np
 import open_clip
 from open_clip.tokenizer import DEFAULT_CONTEXT_LENGTH, HFTokenizer, SimpleTokenizer
 from torch import Tensor
@@ -77,6 +82,31 @@ class Tokenizer:
         most = CHARS_PER_TOKEN * self.length
         text = text.encode("utf-8", "replace").decode()
         return text if len(text) <= most else " ".join(text.split())[:most]
+
+
+@dataclass(frozen=True)
+class Padding:
+    """How a tokenizer pads captions."""
+
+    pad_id: int
+    # Whether a caption ends with the padding token, too. The first token of the padding is then its end token.
+    eos_is_pad: bool = False
+
+    @classmethod
+    def from_tokens(cls, empty: np.ndarray, other: np.ndarray) -> "Padding":
+        """The padding of a tokenizer, given its tokens (T,) of an empty caption and of another one.
+
+        An end token that is not the padding is the last other token of both.
+        """
+        padding = cls(int(empty[-1]))
+        ends = [row[max(int(padding.lengths(row[None])[0]) - 1, 0)] for row in (empty, other)]
+        return cls(padding.pad_id, eos_is_pad=bool(ends[0] != ends[1]))
+
+    def lengths(self, tokens: np.ndarray) -> np.ndarray:
+        """(N, T) -> (N,) int: the tokens of each caption up to its end token, which counts."""
+        counts = np.arange(1, tokens.shape[1] + 1)
+        used: np.ndarray = np.where(tokens != self.pad_id, counts, 0).max(axis=1)
+        return np.minimum(used + 1, tokens.shape[1]) if self.eos_is_pad else used
 
 
 def tokenizer_of(name: str, text_cfg: Record) -> Tokenizer:

@@ -6,8 +6,8 @@ from torch import Tensor
 
 from clipscale.common.batch import ONE_CAPTION, ChunkSizes
 from clipscale.data.loader.host_batch import HostBatch, Layout
-from clipscale.data.loader.padding import Padding
 from clipscale.data.shards.features import TeacherFeatures
+from clipscale.data.tokenizer import Padding
 from clipscale.distributed.parallel import wrap
 from clipscale.distributed.world import World
 from clipscale.step.agreed_inputs import AgreedInputs

@@ -14,7 +14,6 @@ from clipscale.config.data import DataConfig
 from clipscale.data.filters import parse_selection
 from clipscale.data.loader.batch_filler import open_filler
 from clipscale.data.loader.host_batch import Layout, check_memory, create_arena
-from clipscale.data.loader.padding import Padding
 from clipscale.data.loader.position import DataPosition, StreamPosition
 from clipscale.data.loader.shard_reader import OrderedShards
 from clipscale.data.loader.shard_stream import WorkerSpec
@@ -25,6 +24,7 @@ from clipscale.data.shards.counts import build_order
 from clipscale.data.shards.features import TeacherFeatures
 from clipscale.data.shards.listing import list_shards
 from clipscale.data.shards.subset import subset_of
+from clipscale.data.tokenizer import Padding
 from clipscale.data.train_transform import TrainTransform
 
 log = logging.getLogger(__name__)

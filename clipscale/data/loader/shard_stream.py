@@ -15,7 +15,6 @@ from torch import Tensor
 from clipscale.data.filters import Selection, sample_name
 from clipscale.data.hashing import hash64
 from clipscale.data.loader.give_up import GiveUpRule
-from clipscale.data.loader.padding import Padding
 from clipscale.data.loader.position import StreamPosition
 from clipscale.data.loader.shard_reader import OrderedShards, ShardReader
 from clipscale.data.order import AUGMENT, CAPTION, NEGATIVE, WEIGHT, BatchShare, CounterRNG, Segment, WeightedSources
@@ -23,6 +22,7 @@ from clipscale.data.sample import IMAGE_TYPES, BrokenSampleError, RawSample, ima
 from clipscale.data.sentences import draw_part
 from clipscale.data.shards.store import Store
 from clipscale.data.shards.subset import Subset
+from clipscale.data.tokenizer import Padding
 from clipscale.data.train_transform import TrainTransform
 
 # Takes a phrase for messages: which shard or sample is being read.

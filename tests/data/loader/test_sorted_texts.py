@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from clipscale.data.loader.padding import Padding
 from clipscale.data.loader.sorted_texts import WIDTH_MULTIPLE, SortedTexts, widths_of
+from clipscale.data.tokenizer import Padding
 
 CPU = torch.device("cpu")
 PAD = 0
