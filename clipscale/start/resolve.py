@@ -88,12 +88,14 @@ def resolve(config: TrainConfig, path: Path | None, world: World) -> ResolvedRun
     if not config.model.name:  # the weights name it, before the stages replace parts of the model
         config = replace(config, model=run_long_on_rank0(world, lambda: completed_by_weights(config.model, resumed)))
     stage_configs = config.stage_configs
-    stages = make_stages(config, stage_configs, world)
+    stages = make_stages(config, stage_configs)
     step = resumed.step if resumed else 0
     index = max(i for i, stage in enumerate(stages) if stage.steps_before <= step)
     is_stage_start = index > 0 and step == stages[index].steps_before
     last_trained = stages[index - 1] if is_stage_start else stages[index]
     check_fits(resumed, config, last_trained)
+    for each in stage_configs:
+        check_machine(each, world)
     stage_config = stage_configs[index]
     model = run_long_on_rank0(world, lambda: completed_by_weights(stage_config.model, resumed))
     if is_stage_start:
@@ -113,15 +115,14 @@ def resolve(config: TrainConfig, path: Path | None, world: World) -> ResolvedRun
     )
 
 
-def make_stages(config: TrainConfig, stage_configs: list[TrainConfig], world: World) -> list[Stage]:
+def make_stages(config: TrainConfig, stage_configs: list[TrainConfig]) -> list[Stage]:
     """The stages of a run; a run without stages has one. `stage_configs`: the configuration of each.
 
-    Raises UserError for settings that cannot work.
+    Raises UserError for a model that cannot be built.
     """
     stages: list[Stage] = []
     step = samples = 0
     for index, stage_config in enumerate(stage_configs):
-        check_machine(stage_config, world)
         policy = config.stages[index].policy if config.stages else OptimizerPolicy.TAKE_FITTING
         is_last = index == len(stage_configs) - 1
         stage = Stage(
@@ -133,7 +134,7 @@ def make_stages(config: TrainConfig, stage_configs: list[TrainConfig], world: Wo
         )
         stages.append(stage)
         if config.stages:
-            describe_model(stage_config.model)  # raises UserError for a model that cannot be built
+            describe_model(stage_config.model)
             step += samples_of(stage_config, None) // stage_config.batch
             samples = stage.samples_after(step)
     return stages

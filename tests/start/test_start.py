@@ -192,6 +192,7 @@ def test_what_does_not_fit_a_checkpoint_is_named(demo: Path, finished: Path) -> 
         ({"stages": stages, "samples": None}, "has seen 640 samples in 10 steps, which these stages"),
         ({"resume": "none"}, "already holds checkpoints"),
         ({"batch": 128, "cache": CacheConfig(chunk=["64"])}, "batch=128: the checkpoint was trained with 64"),
+        ({"batch": 32, "cache": CacheConfig(chunk=["64"])}, "batch=32: the checkpoint was trained with 64"),
         ({"optim": OptimConfig(name="lamb")}, "trained with .adamw."),
         (
             {"model": ModelConfig(name="test", architecture=ARCHITECTURE, image=TowerConfig(train="none"))},
