@@ -7,12 +7,13 @@ A checkpoint is a folder. `saving.py` writes it, `loading.py` reads it, and `for
     step_00001000/meta.json           everything else; and the size and the CRC-32 of each file above
 
 It holds a nested dictionary; `state.py` lists its entries. A tensor is stored under its path, such as
-model/logit_scale. `upload.py` copies checkpoints to a store, `restore.py` fetches them from there.
+model/logit_scale. `upload.py` copies checkpoints to a store, and `download.py` brings them back.
+`find.py` finds the newest undamaged one.
 """
 
+from clipscale.checkpoint.download import check_copy
+from clipscale.checkpoint.find import newest_undamaged
 from clipscale.checkpoint.loading import load, read_description
-from clipscale.checkpoint.restore import check_copy
-from clipscale.checkpoint.resume import prepare_checkpoint
 from clipscale.checkpoint.retention import Retention
 from clipscale.checkpoint.saving import Saver
 from clipscale.checkpoint.state import CheckpointDescription, CheckpointState
@@ -27,6 +28,6 @@ __all__ = [
     "check_copy",
     "finish_copy_on_failed_start",
     "load",
-    "prepare_checkpoint",
+    "newest_undamaged",
     "read_description",
 ]  # fmt: skip

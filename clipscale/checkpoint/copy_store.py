@@ -1,7 +1,7 @@
 """The store of a run's copy: any address of fsspec (`checkpoint.copy`). A copy outlives the machine.
 
 A copy is laid out as the run's folder: records and checkpoints. meta.json is copied last, so a checkpoint that has it
-is whole. An empty file run=NAME names the run. `upload.py` makes the copy, `restore.py` fetches from it.
+is whole. An empty file run=NAME names the run. `upload.py` makes the copy, `download.py` fetches from it.
 """
 
 import re

@@ -29,7 +29,7 @@ from clipscale.common.files import DAMAGED_OR_FOREIGN, check_inside
 def read_description(path: Path) -> CheckpointDescription:
     """A checkpoint's description, without its tensors. Raises UserError."""
     with damaged_checkpoint_to_user_error(path, DAMAGED_OR_FOREIGN):
-        return CheckpointDescription.from_tree(read_meta(path)["values"])
+        return CheckpointDescription.from_state_dict(read_meta(path)["values"])
 
 
 def verify(path: Path, rank: int = 0, world_size: int = 1) -> None:
@@ -121,4 +121,4 @@ def load(
         ignore_warning_of_one_process()
         dcp.load(tensors, storage_reader=reader, no_dist=True)
     with damaged_checkpoint_to_user_error(path, DAMAGED_OR_FOREIGN):
-        return CheckpointState.from_tree(merge_tensors(read_meta(path)["values"], tensors))
+        return CheckpointState.from_state_dict(merge_tensors(read_meta(path)["values"], tensors))

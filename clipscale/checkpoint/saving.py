@@ -104,7 +104,7 @@ class Saver:
         if torch.__version__ < "2.13":  # before 2.13 a stager works only once
             self._stager = self._new_stager()
         step = state.step
-        values, tensors = split_tensors(state.tree())
+        values, tensors = split_tensors(state.state_dict())
         sizes = {name: tensor.nbytes for name, tensor in tensors.items() if not isinstance(tensor, DTensor)}
         owners = assign_writers(sizes, self.world.size)
         rank = self.world.rank

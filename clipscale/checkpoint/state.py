@@ -58,7 +58,7 @@ class CheckpointDescription:
     version: str = __version__
 
     @classmethod
-    def from_tree(cls, tree: Mapping[str, Any]) -> Self:
+    def from_state_dict(cls, tree: Mapping[str, Any]) -> Self:
         """What the tree in a checkpoint's files has of this class. Fields of other versions are left out."""
         field_names = {own.name for own in fields(cls)}
         values = {"version": "", **{name: value for name, value in tree.items() if name in field_names}}
@@ -85,7 +85,7 @@ class CheckpointState(CheckpointDescription):
     scaler: dict[str, object] | None = None
     ema: EmaState | None = None
 
-    def tree(self) -> dict[str, object]:
+    def state_dict(self) -> dict[str, object]:
         """The content as dictionaries of plain values and tensors, which a checkpoint's files hold."""
         return {
             "step": self.step,

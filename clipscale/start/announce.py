@@ -1,4 +1,4 @@
-"""How a run starts, part 3: announce. Prints what the user should know, and changes nothing."""
+"""Prints what the user should know of a run that starts. Changes nothing."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""How a run starts, part 2: build. Data (`open_data.py`), model, chunk sizes, step (`build_step.py`), state, compiling.
+"""Builds what a run trains: data (`open_data.py`), model, chunk sizes, step (`build_step.py`), and compiled towers.
 
 Only the functions of `start/` read the whole configuration. What they build gets plain values, or its own section.
 """
@@ -8,11 +8,8 @@ from dataclasses import dataclass
 
 import torch
 
-from clipscale import checkpoint
 from clipscale.common.batch import ChunkSizes
-from clipscale.common.rng import RandomState
 from clipscale.common.terminal import log_warning, show_task
-from clipscale.config.stages import OptimizerPolicy
 from clipscale.config.train_config import TrainConfig
 from clipscale.data.loader.stream import TrainStream
 from clipscale.data.tokenizer import Tokenizer
@@ -26,7 +23,7 @@ from clipscale.models.weights.model_settings import with_checkpoints_of_runs
 from clipscale.start.build_step import build_step
 from clipscale.start.open_data import open_data
 from clipscale.start.resolve import ResolvedRun
-from clipscale.step.checkpoint_state import load_state
+from clipscale.start.resume import restore_state
 from clipscale.step.chunk_sizes import agreed_chunk_sizes
 from clipscale.step.compiled import compile_towers, should_compile, try_compiled
 from clipscale.step.optim import Schedule
@@ -120,23 +117,7 @@ def choose_chunk_sizes(
         )
 
 
-# ---- state ----
-
-
-def restore_state(resolved: ResolvedRun, train_step: TrainStep, world: World) -> None:
-    """Load the checkpoint, if there is one, and restore this rank's random state. A collective.
-
-    A new run, and one on another number of ranks, gets a new seed from the rank and the step.
-    """
-    if resolved.checkpoint_path:
-        like = dict(train_step.model.named_parameters())
-        state = checkpoint.load(resolved.checkpoint_path, is_verified=True, like=like)
-        policy = resolved.stage.optimizer_policy if resolved.is_stage_start else OptimizerPolicy.TAKE_ALL
-        load_state(train_step, state, policy)
-    torch.manual_seed(resolved.config.seed + 1 + world.rank + resolved.step * world.size)
-    if resolved.resumed and len(resolved.resumed.random) == world.size:
-        state_of_rank = resolved.resumed.random[world.rank]  # a run on a CPU has saved no state of CUDA
-        RandomState(state_of_rank.cpu, state_of_rank.cuda if world.device.type == "cuda" else None).restore()
+# ---- compiling ----
 
 
 def compile_step(train_step: TrainStep, config: TrainConfig, local_batch: int) -> bool:

@@ -84,7 +84,7 @@ def open_train_stream(
         config.seed,
         position,
         on_rank0=partial(run_long_on_rank0, world),
-        largest_divisor=resolved.largest_divisor,
+        limit_streams=resolved.limit_streams,
         teachers=teachers,
     )
     return open_stream(
@@ -102,7 +102,7 @@ def open_train_stream(
 def check_streams(resolved: ResolvedRun, stream: TrainStream, world: World) -> None:
     """Raise UserError if ranks read different shards, or if the shard streams do not divide a stage's batch."""
     num_streams = merge_positions(world.all_gather_object(stream.position())).num_streams
-    divisor = resolved.largest_divisor(num_streams)
+    divisor = resolved.limit_streams(num_streams)
     if divisor < num_streams:
         batches = sorted({stage.global_batch for stage in resolved.stages})
         raise UserError(

@@ -1,4 +1,4 @@
-"""How a run starts, part 1: resolve. Finds the stage, and completes the settings by checkpoint and weights."""
+"""Finds the stage of a run that starts, and completes the settings by its checkpoint and its weights."""
 
 import math
 import os
@@ -62,7 +62,7 @@ class ResolvedRun:
         own_checkpoints = (self.run_dir / "checkpoints").resolve()
         return self.checkpoint_path is not None and self.checkpoint_path.resolve().parent == own_checkpoints
 
-    def largest_divisor(self, num_streams: int) -> int:
+    def limit_streams(self, num_streams: int) -> int:
         """The largest divisor of `num_streams` that divides the batches of all stages.
 
         If all stages have one batch, this is `num_streams` itself, as for a run without stages.
@@ -74,7 +74,7 @@ class ResolvedRun:
 def resolve(config: TrainConfig, path: Path | None, world: World) -> ResolvedRun:
     """Find the run's current stage, and complete its settings. Changes nothing in the run's folder. A collective.
 
-    `path`: the checkpoint to resume; see `prepare_checkpoint_to_resume`. Raises UserError.
+    `path`: the checkpoint to resume; as `find_checkpoint` finds it. Raises UserError.
 
     The weights come from the first of these that exists:
 

@@ -17,9 +17,11 @@ from clipscale.run.train_loop import TrainLoop
 from clipscale.run_folder.set_aside import set_aside_for_resume
 from clipscale.start.announce import announce
 from clipscale.start.build import BuiltRun, build
-from clipscale.start.evaluation_and_saving import build_saver, intervals_of, load_evaluation
-from clipscale.start.folder_changes import open_run_log, prepare_checkpoint_to_resume, writing_records
+from clipscale.start.evaluation import intervals_of, load_evaluation
 from clipscale.start.resolve import ResolvedRun, resolve
+from clipscale.start.resume import find_checkpoint
+from clipscale.start.run_log import open_run_log, writing_records
+from clipscale.start.saver import build_saver
 
 
 def start_run(
@@ -39,7 +41,7 @@ def start_run(
     evaluation = load_evaluation(config, world)
 
     # Which checkpoint, and which settings.
-    path = prepare_checkpoint_to_resume(config, world, fetch_copy=uploader is None)
+    path = find_checkpoint(config, world, fetch_copy=uploader is None)
     resolved = resolve(config, path, world)
     config = resolved.config
 

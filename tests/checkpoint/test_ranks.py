@@ -54,7 +54,7 @@ def write(rank: int, world_size: int, run: Path, step: int) -> str:
 
 
 def read(rank: int, world_size: int, run: Path) -> None:
-    path = checkpoint.prepare_checkpoint(run, "auto", World(rank, world_size, CPU))
+    path = checkpoint.newest_undamaged(run, "auto", World(rank, world_size, CPU))
     assert path is not None
     like = sharded(world_size) if world_size > 1 else {}
     loaded = checkpoint.load(path, is_verified=True, like=like)

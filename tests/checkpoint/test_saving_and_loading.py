@@ -65,7 +65,7 @@ def test_what_is_loaded_is_what_was_saved(tmp_path: Path) -> None:
     assert loaded.optimizer["state"]["w"]["step"] == 3
     assert loaded.optimizer["param_groups"] == [{"lr": 1e-300}]
     assert (loaded.step, loaded.loss, loaded.ema, loaded.version) == (4, 0.5, None, __version__)
-    of_others = checkpoint.CheckpointState.from_tree({"step": 4, "a field of a later version": 1})
+    of_others = checkpoint.CheckpointState.from_state_dict({"step": 4, "a field of a later version": 1})
     assert (of_others.step, of_others.version) == (4, "")
     assert not checkpoint.load(path, entries=("model",)).optimizer["state"]["w"], "no other tensors are read"
 
@@ -78,7 +78,7 @@ STATES = {"model", "optimizer", "scaler", "ema"}
 
 def test_every_field_is_written_and_a_description_is_all_but_the_states(tmp_path: Path) -> None:
     names = ENTRIES.split()
-    assert [*checkpoint.CheckpointState().tree()] == names
+    assert [*checkpoint.CheckpointState().state_dict()] == names
     assert vars(checkpoint.CheckpointState()).keys() == {*names}
     description = checkpoint.read_description(save(tmp_path, 4, some_state(), keep=1))
     assert vars(description).keys() == {*names} - STATES
@@ -93,7 +93,7 @@ def test_chunks_and_positions_have_the_form_that_earlier_versions_read(tmp_path:
     assert values["position"] == {"order": "digest", "streams": 2, "at": {"0": [1, 5], "1": [0, 7, [2, 3], [0, 4]]}}
     loaded = checkpoint.load(path)
     assert (loaded.chunks, loaded.position) == (ChunkSizes(8, 16, "cpu"), position)
-    older = checkpoint.CheckpointState.from_tree({"step": 4, "chunks": {}, "position": {}})
+    older = checkpoint.CheckpointState.from_state_dict({"step": 4, "chunks": {}, "position": {}})
     assert (older.chunks, older.position, older.random) == (None, None, [])
 
 
@@ -179,17 +179,17 @@ def empty(file: Path) -> None:
 def test_a_damaged_newest_is_set_aside_for_the_one_before(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, damage: Callable[[Path], None], name: str
 ) -> None:
-    assert checkpoint.prepare_checkpoint(tmp_path, "auto", ONE_RANK) is None
+    assert checkpoint.newest_undamaged(tmp_path, "auto", ONE_RANK) is None
     first = save(tmp_path, 1, some_state(1.0), keep=0)
     newest = save(tmp_path, 2, some_state(2.0), keep=0)
     damage(newest / name)
     with refused(r"step_00000002 is damaged"):
         checkpoint.load(newest)
-    assert checkpoint.prepare_checkpoint(tmp_path / "mine", str(tmp_path), ONE_RANK) == first, "another run's folder"
+    assert checkpoint.newest_undamaged(tmp_path / "mine", str(tmp_path), ONE_RANK) == first, "another run's folder"
     assert len(checkpoints_of(tmp_path)) == 2
     caplog.clear()
     with caplog.at_level(logging.WARNING):
-        assert checkpoint.prepare_checkpoint(tmp_path, "auto", ONE_RANK) == first
+        assert checkpoint.newest_undamaged(tmp_path, "auto", ONE_RANK) == first
     (notice,) = caplog.messages
     assert notice.endswith("it is now step_00000002.damaged; the run continues from step_00000001")
     assert checkpoints_of(tmp_path) == [first]
@@ -216,7 +216,7 @@ def test_what_was_set_aside_before_stays(tmp_path: Path) -> None:
         save(tmp_path, 2, some_state(value), keep=0)
         set_aside_for_resume(tmp_path, 1, starts_from_other_folder=False)
         empty(save(tmp_path, 2, some_state(value), keep=0) / ".metadata")
-        assert checkpoint.prepare_checkpoint(tmp_path, "auto", ONE_RANK) == checkpoint_path(tmp_path, 1)
+        assert checkpoint.newest_undamaged(tmp_path, "auto", ONE_RANK) == checkpoint_path(tmp_path, 1)
     names = [path.name for path in checkpoint_path(tmp_path, 1).parent.glob("*02*")]
     assert sorted(names) == [f"step_00000002.{name}" for name in ("aside", "aside-2", "damaged", "damaged-2")]
     first = checkpoint_path(tmp_path, 1).with_name("step_00000002.aside")
@@ -228,22 +228,22 @@ def test_a_run_without_a_whole_checkpoint_does_not_begin_again(tmp_path: Path) -
         empty(save(tmp_path, step, some_state(), keep=0) / "meta.json")
     for _ in range(2):  # a requeued job asks again
         with refused(r"step_00000002 is damaged .*; no other can be read"):
-            checkpoint.prepare_checkpoint(tmp_path, "auto", ONE_RANK)
+            checkpoint.newest_undamaged(tmp_path, "auto", ONE_RANK)
 
 
 def test_resume_reads_a_path_a_run_folder_or_a_runs_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     named = save(Path("runs/b32"), 7, some_state(), keep=0)
-    assert checkpoint.prepare_checkpoint(tmp_path / "b", "b32", ONE_RANK) == named
+    assert checkpoint.newest_undamaged(tmp_path / "b", "b32", ONE_RANK) == named
     check_resume("b32")  # is not refused
     with refused("^resume=b64: there is no such file or run folder"):
         check_resume("b64")
     path = save(tmp_path / "a", 7, some_state(), keep=0)
-    assert checkpoint.prepare_checkpoint(tmp_path / "b", str(path), ONE_RANK) == path
-    assert checkpoint.prepare_checkpoint(tmp_path / "b", str(tmp_path / "a"), ONE_RANK) == path
-    assert checkpoint.prepare_checkpoint(tmp_path / "a", "none", ONE_RANK) is None
+    assert checkpoint.newest_undamaged(tmp_path / "b", str(path), ONE_RANK) == path
+    assert checkpoint.newest_undamaged(tmp_path / "b", str(tmp_path / "a"), ONE_RANK) == path
+    assert checkpoint.newest_undamaged(tmp_path / "a", "none", ONE_RANK) is None
     with refused("no checkpoint in"):
-        checkpoint.prepare_checkpoint(tmp_path / "a", str(tmp_path), ONE_RANK)
+        checkpoint.newest_undamaged(tmp_path / "a", str(tmp_path), ONE_RANK)
 
 
 def test_ranks_that_see_different_checkpoints_do_not_start(tmp_path: Path) -> None:
@@ -252,7 +252,7 @@ def test_ranks_that_see_different_checkpoints_do_not_start(tmp_path: Path) -> No
             return [value, [tmp_path / "checkpoints/step_00000007"] if value == [] else value]
 
     with refused("the processes see different checkpoints; put the folder on storage"):
-        checkpoint.prepare_checkpoint(tmp_path, "auto", Peer(0, 1, torch.device("cpu")))
+        checkpoint.newest_undamaged(tmp_path, "auto", Peer(0, 1, torch.device("cpu")))
 
 
 @pytest.mark.parametrize(

@@ -30,7 +30,7 @@ def test_a_mistake_of_the_check_of_a_checkpoint_is_not_taken_for_damage(
     save(tmp_path, 1, {}, keep=0)
     monkeypatch.setattr("clipscale.checkpoint.loading.size_and_crc32", lambda file: file.missing)
     with pytest.raises(AttributeError):
-        checkpoint.prepare_checkpoint(tmp_path, "auto", ONE_RANK)
+        checkpoint.newest_undamaged(tmp_path, "auto", ONE_RANK)
     assert len(checkpoints_of(tmp_path)) == 1
 
 

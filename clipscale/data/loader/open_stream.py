@@ -42,19 +42,19 @@ def order_shards(
     seed: int,
     position: DataPosition | None = None,
     on_rank0: OnRank0 = in_this_process,
-    largest_divisor: Callable[[int], int] = lambda num_streams: num_streams,
+    limit_streams: Callable[[int], int] = lambda num_streams: num_streams,
     teachers: tuple[TeacherFeatures, ...] = (),
 ) -> OrderedShards:
     """List, count and order the training data. Takes as many shard streams as `position` has, if they fit.
 
-    `on_rank0` counts every shard's samples on one rank. `largest_divisor(n)`: the largest divisor of n that
+    `on_rank0` counts every shard's samples on one rank. `limit_streams(n)`: the largest divisor of n that
     also divides the batch of every stage. `teachers`: their features lie beside the samples. Raises UserError.
     """
     urls, source_of = list_shards(config, on_rank0)
     earlier_streams = position.num_streams if position else None
     order = build_order(config, urls, source_of, share, seed, earlier_streams, on_rank0)
     if config.shard_streams is None:
-        num_streams = largest_divisor(order.num_streams)
+        num_streams = limit_streams(order.num_streams)
         if num_streams < order.num_streams:
             order = build_order(config, urls, source_of, share, seed, num_streams, on_rank0)
     subset = subset_of(config)

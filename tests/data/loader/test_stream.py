@@ -290,7 +290,7 @@ def test_streams_fit_the_batches_of_all_stages_unless_their_number_is_given(tmp_
     share = BatchShare(60, 0, 1)
     for chosen, expected in ((None, 3), (12, 12)):
         config = DataConfig(train=[str(tmp_path)], shard_streams=chosen)
-        shards = order_shards(config, share, 0, largest_divisor=lambda num_streams: min(num_streams, 3))
+        shards = order_shards(config, share, 0, limit_streams=lambda num_streams: min(num_streams, 3))
         assert shards.order.num_streams == expected
 
 

@@ -1,4 +1,4 @@
-"""Fetches a run's checkpoints and records from its copy."""
+"""Downloads a run's checkpoints and records from its copy."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -39,15 +39,16 @@ def check_copy(run_dir: Path, address: str) -> None:
         accessible_checkpoints(open_store(address), run_dir, address)
 
 
-def restore_from_copy(run_dir: Path, address: str, resume: str, newest_own: Path | None = None) -> bool:
-    """Fetch the store's newest complete checkpoint, with its records. Returns whether it fetched a checkpoint.
+def download_newer(run_dir: Path, address: str, resume: str, local: Path | None = None) -> bool:
+    """Download the copy's newest complete checkpoint, with its records, if it is of a later step than `local`.
 
-    If it fetches none and the run's folder has no records, it fetches the records alone. With `auto` it also fetches
-    the best checkpoint if the folder has not got it. Raises UserError.
+    Returns whether it downloaded a checkpoint. If not, and the run's folder has no records, it downloads the records
+    alone. With `resume=auto` it also downloads the best checkpoint, if the folder has not got it.
 
-    `resume`: the setting; only `auto` fetches. `newest_own`: the checkpoint from which the run would go on without the
-    store; with `resume=PATH` it may be another run's. Only a checkpoint of a later step is fetched. If `newest_own` is
-    given, a store that cannot be read is a warning, not an error.
+    `resume`: the setting; only `auto` downloads. `local`: the checkpoint from which the run would go on without the
+    copy; with `resume=PATH` it may be another run's. With it, a copy that cannot be read is a warning, not an error.
+
+    Raises UserError.
     """
     unreadable = UNREADABLE.format(address)
     with to_user_error(unreadable, WITHOUT_COPY):
@@ -55,35 +56,36 @@ def restore_from_copy(run_dir: Path, address: str, resume: str, newest_own: Path
         try:
             in_store = accessible_checkpoints(store, run_dir, address)
         except Exception as error:
-            if not newest_own or isinstance(error, UserError):
+            if not local or isinstance(error, UserError):
                 raise
-            log_warning(f"{unreadable} ({one_line(error)}); the run continues from {newest_own.name}")
+            log_warning(f"{unreadable} ({one_line(error)}); the run continues from {local.name}")
             return False
-        newer = [path for path in in_store if not newest_own or step_of(path) > step_of(newest_own)]
+        newer = [path for path in in_store if not local or step_of(path) > step_of(local)]
         if newer and resume != "auto":
             raise UserError(
                 f"resume={resume}: checkpoint.copy holds {newer[-1].name}, which is later; give another address, or "
                 "resume=auto to resume from it"
             )
-        is_fetched = restore_newest(store, newer, run_dir, address, has_own=newest_own is not None)
+        is_downloaded = download_newest(store, newer, run_dir, address, has_local=local is not None)
         if resume == "auto":
-            if not is_fetched and not (run_dir / METRICS).exists():  # the start will drop lines of later steps
+            if not is_downloaded and not (run_dir / METRICS).exists():  # the start will drop lines of later steps
                 copy_records(store, DirFileSystem(str(run_dir), LOCAL))
-            restore_best(store, in_store, run_dir)  # at every start: an earlier one may have been killed before this
-    return is_fetched
+            download_best(store, in_store, run_dir)  # at every start: an earlier one may have been killed before this
+    return is_downloaded
 
 
-def restore_newest(store: DirFileSystem, newer: list[Path], run_dir: Path, address: str, *, has_own: bool) -> bool:
-    """Fetch the last of the checkpoints that is not damaged, with its records. Returns whether there was one.
+def download_newest(store: DirFileSystem, newer: list[Path], run_dir: Path, address: str, *, has_local: bool) -> bool:
+    """Download the last of the checkpoints that is not damaged, with its records. Returns whether there was one.
 
-    `has_own`: whether the run's own folder has a checkpoint. If not, and all of these are damaged, raises UserError.
+    `has_local`: whether the run can go on from a checkpoint on this machine. If not, and all of these are damaged,
+    raises UserError.
     """
     for path in reversed(newer):
         try:
-            restore(store, path, run_dir)
+            download(store, path, run_dir)
             return True
         except UserError as error:
-            if path is newer[0] and not has_own:
+            if path is newer[0] and not has_local:
                 raise UserError(
                     f"checkpoint.copy={address} holds no intact checkpoint ({error}); give another address"
                 ) from error
@@ -91,9 +93,9 @@ def restore_newest(store: DirFileSystem, newer: list[Path], run_dir: Path, addre
     return False
 
 
-def restore(store: DirFileSystem, path: Path, run_dir: Path) -> None:
-    """Fetch a checkpoint and the records. Raises UserError, and changes nothing, if it is damaged."""
-    with fetched_checkpoint(store, path, run_dir) as temporary:
+def download(store: DirFileSystem, path: Path, run_dir: Path) -> None:
+    """Download a checkpoint and the records. Raises UserError, and changes nothing, if it is damaged."""
+    with downloaded(store, path, run_dir) as temporary:
         log_line(f"{path.name} is restored from checkpoint.copy: the run's folder has no intact checkpoint that recent")
         set_aside_records(run_dir, "continues from its copy")
         copy_records(store, DirFileSystem(str(run_dir), LOCAL))
@@ -101,8 +103,8 @@ def restore(store: DirFileSystem, path: Path, run_dir: Path) -> None:
         temporary.replace(run_dir / path)
 
 
-def restore_best(store: DirFileSystem, in_store: list[Path], run_dir: Path) -> None:
-    """Fetch the run's best checkpoint, if its folder has not got it. Where it cannot be fetched, a line says so."""
+def download_best(store: DirFileSystem, in_store: list[Path], run_dir: Path) -> None:
+    """Download the run's best checkpoint, if its folder has not got it. If that fails, prints a warning."""
     name = "the best checkpoint"
     try:
         goal = settings_of_run(run_dir).get("checkpoint", {}).get("best", "")
@@ -115,7 +117,7 @@ def restore_best(store: DirFileSystem, in_store: list[Path], run_dir: Path) -> N
         for path in earlier:
             if step_of(path) == best and not (run_dir / path).exists():
                 name = f"the best checkpoint, {path.name},"
-                with fetched_checkpoint(store, path, run_dir) as temporary:
+                with downloaded(store, path, run_dir) as temporary:
                     temporary.replace(run_dir / path)
                 log_line(f"{path.name}, the best by checkpoint.best={goal}, is restored from checkpoint.copy, too")
     except Exception as error:  # each library behind fsspec raises exceptions of its own
@@ -123,8 +125,8 @@ def restore_best(store: DirFileSystem, in_store: list[Path], run_dir: Path) -> N
 
 
 @contextmanager
-def fetched_checkpoint(store: DirFileSystem, path: Path, run_dir: Path) -> Iterator[Path]:
-    """A checkpoint of the store, in a temporary folder of the run. Raises UserError if it is damaged."""
+def downloaded(store: DirFileSystem, path: Path, run_dir: Path) -> Iterator[Path]:
+    """Context of a checkpoint of the store, downloaded to a temporary folder. Raises UserError if it is damaged."""
     temporary = (run_dir / path).with_suffix(TEMPORARY)
     names = store.ls(str(path), detail=False)
     try:

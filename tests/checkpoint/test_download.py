@@ -17,7 +17,7 @@ from fsspec.implementations.local import LocalFileSystem
 
 from clipscale import checkpoint
 from clipscale.checkpoint.copy_store import TimeLimited
-from clipscale.checkpoint.restore import restore_from_copy
+from clipscale.checkpoint.download import download_newer
 from clipscale.config.sections import CheckpointConfig, LaunchConfig
 from clipscale.config.train_config import TrainConfig
 from clipscale.distributed.world import World
@@ -75,7 +75,7 @@ def fetched_slowly(rank: int, world_size: int, root: Path) -> Path | None:
     get_files = LocalFileSystem.get
     with mock.patch.object(LocalFileSystem, "get", get):
         world = World(rank, world_size, torch.device("cpu"), limit)
-        return checkpoint.prepare_checkpoint(root / "run", "auto", world, str(root / "store"))
+        return checkpoint.newest_undamaged(root / "run", "auto", world, str(root / "store"))
 
 
 @pytest.mark.slow
@@ -95,7 +95,7 @@ def test_a_start_takes_the_newest_whole_checkpoint_of_both_places(tmp_path: Path
         (folder / "metrics.jsonl").write_text(folder.name)
     for path in run.glob(lost):
         discard(path)
-    assert checkpoint.prepare_checkpoint(run, "auto", ONE_RANK, str(store)) == checkpoint_path(run, 2)
+    assert checkpoint.newest_undamaged(run, "auto", ONE_RANK, str(store)) == checkpoint_path(run, 2)
     assert (run / "metrics.jsonl").read_text() == "store"
     assert (run / "earlier/metrics.jsonl").read_text() == "run"
 
@@ -107,7 +107,7 @@ def test_a_run_whose_newest_checkpoint_is_no_older_than_the_copys_goes_on_from_i
     save(tmp_path, [1, 2])
     for folder in run, store:
         (folder / "metrics.jsonl").write_text(folder.name)
-    assert checkpoint.prepare_checkpoint(run, "auto", ONE_RANK, str(store)) == checkpoint_path(run, 2)
+    assert checkpoint.newest_undamaged(run, "auto", ONE_RANK, str(store)) == checkpoint_path(run, 2)
     assert (run / "metrics.jsonl").read_text() == "run" and not (run / "earlier").exists()
 
 
@@ -118,13 +118,13 @@ def test_of_a_half_and_of_a_damaged_copy_the_one_before_is_taken(tmp_path: Path,
     shutil.rmtree(run)
     (checkpoint_path(store, 3) / "meta.json").unlink()
     (checkpoint_path(store, 2) / ".metadata").write_bytes(b"")
-    restore_from_copy(run, str(store), "auto")
+    download_newer(run, str(store), "auto")
     assert steps(run) == [1] and not [*run.rglob("*.tmp")]
     assert "step_00000002.tmp is damaged" in capsys.readouterr().out
     shutil.rmtree(run)
     (checkpoint_path(store, 1) / ".metadata").unlink()
     with refused("holds no intact checkpoint .*; give another address"):
-        restore_from_copy(run, str(store), "auto")
+        download_newer(run, str(store), "auto")
 
 
 @pytest.mark.parametrize("is_damaged", [False, True])
@@ -138,7 +138,7 @@ def test_the_best_checkpoint_comes_back_with_the_newest(tmp_path: Path, capsys: 
     if is_damaged:
         (checkpoint_path(store, 2) / ".metadata").write_bytes(b"")
     shutil.rmtree(run)
-    assert restore_from_copy(run, str(store), "auto")
+    assert download_newer(run, str(store), "auto")
     assert steps(run) == ([4] if is_damaged else [2, 4]) and not [*run.rglob("*.tmp")]
     assert (
         "best checkpoint, step_00000002, could not be fetched and remains only there" in capsys.readouterr().out
@@ -165,10 +165,10 @@ def test_a_later_start_takes_the_best_checkpoint_that_did_not_come_back(
     with monkeypatch.context() as patch, suppress(KeyboardInterrupt):
         get = TimeLimited.get
         patch.setattr(TimeLimited, "get", lambda *given: fails(given[1], *given))
-        checkpoint.prepare_checkpoint(run, "auto", ONE_RANK, str(store))
+        checkpoint.newest_undamaged(run, "auto", ONE_RANK, str(store))
     assert steps(run) == [4]
     for _ in range(2):
-        assert checkpoint.prepare_checkpoint(run, "auto", ONE_RANK, str(store)) == checkpoint_path(run, 4)
+        assert checkpoint.newest_undamaged(run, "auto", ONE_RANK, str(store)) == checkpoint_path(run, 4)
         assert steps(run) == [2, 4]
 
 
@@ -178,14 +178,14 @@ def test_a_damaged_config_yaml_of_the_store_costs_the_best_checkpoint_alone(tmp_
     store = tmp_path / "store"
     (store / "config.yaml").write_text("{")
     shutil.rmtree(run)
-    assert checkpoint.prepare_checkpoint(run, "auto", ONE_RANK, str(store)) == checkpoint_path(run, 1)
+    assert checkpoint.newest_undamaged(run, "auto", ONE_RANK, str(store)) == checkpoint_path(run, 1)
     assert "the best checkpoint could not be fetched and remains only there" in capsys.readouterr().out
 
 
 def test_records_of_a_run_that_only_the_store_has_come_back(tmp_path: Path) -> None:
     save(tmp_path, [1])
     (tmp_path / "store/metrics.jsonl").write_text("a line")
-    checkpoint.prepare_checkpoint(tmp_path / "run", "auto", ONE_RANK, str(tmp_path / "store"))
+    checkpoint.newest_undamaged(tmp_path / "run", "auto", ONE_RANK, str(tmp_path / "store"))
     assert (tmp_path / "run/metrics.jsonl").read_text() == "a line"
 
 
@@ -211,7 +211,7 @@ def test_what_is_not_the_copy_of_this_run_is_refused(
         if resume == "check":
             checkpoint.check_copy(tmp_path / run, address.format(tmp_path))
         else:
-            restore_from_copy(tmp_path / run, address.format(tmp_path), resume)
+            download_newer(tmp_path / run, address.format(tmp_path), resume)
 
 
 @pytest.mark.parametrize("resume", ["check", "auto"])
@@ -221,12 +221,12 @@ def test_a_store_that_cannot_be_read_is_refused_with_the_setting_that_goes_on_wi
     def fail(*given: object) -> None:
         raise OSError("the disk is gone")
 
-    monkeypatch.setattr("clipscale.checkpoint.restore.accessible_checkpoints", fail)
+    monkeypatch.setattr("clipscale.checkpoint.download.accessible_checkpoints", fail)
     with refused("cannot be read.*the disk is gone.*checkpoint.copy= continues without it"):
         if resume == "check":
             checkpoint.check_copy(tmp_path / "run", str(tmp_path / "store"))
         else:
-            restore_from_copy(tmp_path / "run", str(tmp_path / "store"), resume)
+            download_newer(tmp_path / "run", str(tmp_path / "store"), resume)
 
 
 def test_a_record_that_was_being_copied_is_cleaned_up_in_both_places(
@@ -243,7 +243,7 @@ def test_a_record_that_was_being_copied_is_cleaned_up_in_both_places(
     with monkeypatch.context() as patched:
         patched.setattr(LocalFileSystem, "mv", killed)
         with pytest.raises(KeyboardInterrupt):
-            restore_from_copy(run, str(store), "auto", checkpoint_path(run, 1))
+            download_newer(run, str(store), "auto", checkpoint_path(run, 1))
     left = {*tmp_path.rglob("*")} - before
     assert len(left) == 1
     for path in left:

@@ -1,7 +1,4 @@
-"""How a run starts: what it changes in the run's folder.
-
-`start_run` calls `prepare_checkpoint_to_resume` before `resolve`, and `open_run_log` after `build`.
-"""
+"""Opens the log of a run that starts, and writes its settings into the run's folder."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -9,33 +6,13 @@ from pathlib import Path
 
 import yaml
 
-from clipscale import checkpoint
-from clipscale.common import files, ranks
+from clipscale.common import files
 from clipscale.common.errors import UserError
-from clipscale.config.train_config import TrainConfig
 from clipscale.distributed.world import World
 from clipscale.log.metrics import MetricLog, open_log
 from clipscale.run_folder.paths import CONFIG
 from clipscale.start.resolve import ResolvedRun
 from clipscale.step.optim import Schedule
-
-
-def prepare_checkpoint_to_resume(config: TrainConfig, world: World, *, fetch_copy: bool) -> Path | None:
-    """The checkpoint to resume, as `checkpoint.prepare_checkpoint` finds it; None for a new run. A collective.
-
-    Damaged checkpoints of the run are renamed. After a restart by torchrun or Slurm the run's own newest checkpoint
-    comes first, whatever `resume` says.
-
-    `fetch_copy`: fetch the checkpoint of `checkpoint.copy` if it is newer than all in the run's folder.
-
-    Raises UserError.
-    """
-    folder = Path(config.run)
-    copy = config.checkpoint.copy if fetch_copy else ""
-    # torchrun's agent does not count a restart that another node has caused, so one rank with a count is enough.
-    restarted = any(world.all_gather_object(ranks.is_restarted()))
-    newest = checkpoint.prepare_checkpoint(folder, "auto", world, copy) if restarted else None
-    return newest or checkpoint.prepare_checkpoint(folder, config.resume, world, copy)
 
 
 @contextmanager

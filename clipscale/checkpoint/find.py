@@ -1,14 +1,14 @@
-"""Finds and prepares the checkpoint that a run resumes.
+"""Finds the newest undamaged checkpoint, in a run's folder or its copy.
 
-`check_fits` in `start/resolve.py` says whether the settings fit it.
+`check_fits` in `start/resolve.py` checks that the settings fit it.
 """
 
 import logging
 from functools import partial
 from pathlib import Path
 
+from clipscale.checkpoint.download import download_newer
 from clipscale.checkpoint.loading import verify
-from clipscale.checkpoint.restore import restore_from_copy
 from clipscale.common.errors import UserError
 from clipscale.distributed.agreement import run_long_on_rank0, run_on_all_ranks, run_on_rank0
 from clipscale.distributed.world import World
@@ -18,15 +18,15 @@ from clipscale.run_folder.set_aside import rename_checkpoint
 log = logging.getLogger(__name__)
 
 
-def prepare_checkpoint(run_dir: Path, resume: str, world: World, copy: str = "") -> Path | None:
-    """Find and verify the checkpoint from which a run continues. A collective. Returns None for a run that starts anew.
+def newest_undamaged(run_dir: Path, resume: str, world: World, copy: str = "") -> Path | None:
+    """The newest undamaged checkpoint that `resume` allows; None for a new run. A collective.
 
-    The newest undamaged one is used; every rank verifies its share of it. With `auto` this changes the run's folder:
-    a newer checkpoint is fetched from the copy with its records, and newer ones that are damaged are renamed, so that
-    the run can save the same steps again.
+    Every rank verifies its share of the files. With `auto` this changes the run's folder: a newer checkpoint is
+    downloaded from the copy with its records, and damaged newer ones are renamed, so that the run can save the same
+    steps again.
 
     `resume`: `auto` (the run's own checkpoints, if there are any), `none`, the path of a checkpoint or of a run's
-    folder, or a run's name. `copy`: the address of the run's copy, from which `auto` fetches a newer checkpoint.
+    folder, or a run's name. `copy`: the address of the run's copy, from which `auto` downloads a newer checkpoint.
 
     Raises UserError for a path without a checkpoint, and if every checkpoint is damaged.
     """
@@ -45,8 +45,8 @@ def prepare_checkpoint(run_dir: Path, resume: str, world: World, copy: str = "")
         else:
             undamaged = candidate
             break
-    if copy and run_long_on_rank0(world, partial(restore_from_copy, run_dir, copy, resume, undamaged)):
-        return prepare_checkpoint(run_dir, resume, world)
+    if copy and run_long_on_rank0(world, partial(download_newer, run_dir, copy, resume, undamaged)):
+        return newest_undamaged(run_dir, resume, world)
     if undamaged:
         run_on_rank0(world, partial(report_damaged, damaged, undamaged, rename=resume == "auto"))
     elif damaged:

@@ -1,6 +1,5 @@
-"""What a run is evaluated on, when it evaluates and saves, and what saves it."""
+"""What a run is evaluated on, and at which steps it evaluates and saves."""
 
-from clipscale import checkpoint
 from clipscale.common.goal import Goal
 from clipscale.common.terminal import show_task
 from clipscale.config.train_config import TrainConfig
@@ -9,8 +8,6 @@ from clipscale.distributed.world import World
 from clipscale.eval.run import Evaluation, sized_sets
 from clipscale.eval.suites import load_chosen_sets
 from clipscale.run.train_loop import Intervals
-from clipscale.run_folder.chosen_checkpoint import BestFinder
-from clipscale.start.resolve import ResolvedRun
 
 
 def load_evaluation(config: TrainConfig, world: World) -> Evaluation:
@@ -46,22 +43,3 @@ def intervals_of(config: TrainConfig, evaluation: Evaluation) -> Intervals:
         save_steps=save_steps,
         save_seconds=save_seconds,
     )
-
-
-def build_saver(
-    resolved: ResolvedRun, uploader: checkpoint.CheckpointUploader | None, world: World
-) -> checkpoint.Saver:
-    """What saves the run's checkpoints, and copies them with `checkpoint.copy`.
-
-    `uploader`: of the stages before. Without one, rank 0 begins to copy the newest checkpoint.
-    """
-    settings = resolved.config.checkpoint
-    best = BestFinder(resolved.run_dir, Goal.parse("checkpoint.best", settings.best)) if settings.best else None
-    retention = checkpoint.Retention(settings.keep, settings.keep_every, best)
-    if uploader is None and settings.copy:
-        uploader = checkpoint.CheckpointUploader(resolved.run_dir, settings.copy, retention)
-        if world.is_rank0:
-            uploader.start()
-    is_in_folder = resolved.checkpoint_path is None or resolved.continues_own_folder
-    last_begun_step = resolved.step if is_in_folder else None
-    return checkpoint.Saver(resolved.run_dir, world, retention, uploader, last_begun_step)
