@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from clipscale import __version__, checkpoint
+from clipscale.cli.train_verb import launch_training
 from clipscale.common.errors import LoaderError, UserError
 from clipscale.config.model import ModelConfig
 from clipscale.config.sections import (
@@ -31,7 +32,6 @@ from clipscale.data.loader.workers import InProcessWorker
 from clipscale.data.train_transform import TrainTransform
 from clipscale.eval.classification import ClassificationSet
 from clipscale.eval.sets.item import Measurement
-from clipscale.launch import local
 from clipscale.run.train_loop import TrainLoop
 from clipscale.run_folder.paths import checkpoints_of, step_of
 from clipscale.run_folder.records import StepRecord
@@ -175,7 +175,7 @@ def test_the_number_of_processes_does_not_change_the_curve(
     config = ten_step_config(demo, tmp_path / "run", cache=CacheConfig(chunk=["12"]))
     if started:  # as users start them, each with loader processes
         data = replace(config.data, workers=2)
-        local.launch(replace(config, data=data, launch=LaunchConfig(procs=procs)))
+        launch_training(replace(config, data=data, launch=LaunchConfig(procs=procs)))
     else:
         run_ranks(train_on_rank, procs, config)
     assert curve(tmp_path / "run") == pytest.approx(curve(finished), rel=1e-4)

@@ -1,9 +1,7 @@
 """The command line: finds the verb, makes its settings, starts its work, and prints every mistake in one line."""
 
 import os
-import signal
 import sys
-import traceback
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from pkgutil import resolve_name
@@ -11,14 +9,12 @@ from typing import cast
 
 from clipscale import __version__
 from clipscale.cli import completion, help
+from clipscale.cli.report_failure import report_failure
 from clipscale.cli.train_checks import check_weights
 from clipscale.cli.verbs import VERBS, split_verb
-from clipscale.common.errors import StoppedError, UserError
-from clipscale.common.limits import explain_limit
 from clipscale.common.output import ignore_output_errors, prepare_output
-from clipscale.common.terminal import announce_task, clear, is_main_rank, print_failure, print_line, show_task
+from clipscale.common.terminal import announce_task, clear, print_line, show_task
 from clipscale.config.config_file import to_yaml
-from clipscale.launch.failures import WorkerError
 from clipscale.run.stopping import exit_on_signal
 
 
@@ -28,29 +24,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     prepare_torch()
     try:
         return run(list(sys.argv[1:] if argv is None else argv))
-    except WorkerError as error:
-        print_failure(error, error.details)
-        return 1
-    except KeyboardInterrupt:
-        print_line("stopped", error=True)
-        return 128 + signal.SIGINT
-    except StoppedError as stopped:
-        if is_main_rank():
-            print_line(stopped, error=True)
-        return stopped.exit_status
-    except Exception as failure:
-        explained_failure = explain_limit(failure)
-        if not isinstance(explained_failure, UserError | OSError):  # OSError: a folder without permission, a full disk
-            raise
-        # The output's pipe was closed (`| head`). Verbs that write files have replaced stdout, and never get here.
-        if isinstance(explained_failure, BrokenPipeError) and sys.stdout is sys.__stdout__ and sys.stdout:
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-            return 0
-        if os.environ.get("CLIPSCALE_DEBUG") == "1":
-            traceback.print_exc()
-        if is_main_rank():  # every rank composes and finds the same mistake
-            print_failure(explained_failure)
-        return explained_failure.exit_status if isinstance(explained_failure, UserError) else 1
+    except BaseException as error:
+        return report_failure(error)
     finally:
         clear()
 

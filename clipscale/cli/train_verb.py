@@ -2,10 +2,10 @@
 
 import os
 import shlex
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
-from typing import cast
 
 from clipscale.cli.complete_run import print_complete, result_if_complete, result_written
 from clipscale.cli.planned import planning
@@ -13,7 +13,7 @@ from clipscale.common import files, ranks
 from clipscale.common.errors import StoppedError
 from clipscale.common.files import unused_path
 from clipscale.common.terminal import announce_task, log_line
-from clipscale.config.libraries import needs_transformers
+from clipscale.config.libraries import hidden_packages, needs_transformers, unneeded_packages
 from clipscale.config.train_config import MAX_SAMPLES, TrainConfig, default_run_name, with_length
 from clipscale.data.loader.fork_server import warm_up
 from clipscale.launch import local
@@ -22,6 +22,9 @@ from clipscale.run.stopping import exit_on_signal
 from clipscale.run_folder.paths import RESULT, checkpoint_to_resume, checkpoint_values, run_folder
 from clipscale.run_folder.records import RunResult, read_result
 from clipscale.tools.data.demo_folder import is_missing
+
+# Ends the line about a signal that comes at a run's start or end.
+NOTHING_TO_SAVE = " outside a step: there was nothing to save"
 
 
 def main(config: TrainConfig, *, isolated: bool = False, advice: str = "") -> RunResult:
@@ -72,7 +75,7 @@ def launch_and_plan(config: TrainConfig, *, isolated: bool) -> RunResult:
     """Wait until the run's folder is free, and start the run. What it needs is imported while it is planned."""
     no_launcher = not ranks.under_launcher()
     workers_fork_here = config.data.workers != 0 and not isolated and config.launch.procs in (None, 1)
-    with exit_on_signal(local.NOTHING_TO_SAVE):
+    with exit_on_signal(NOTHING_TO_SAVE):
         announce_task("loading torch")
         if workers_fork_here:
             warm_up()  # beside the imports of training
@@ -82,7 +85,40 @@ def launch_and_plan(config: TrainConfig, *, isolated: bool) -> RunResult:
     # The server of the workers has open_clip without transformers.
     forked = workers_fork_here and not needs_transformers(config.model.description)
     with planning(config, forked=forked) if plans else nullcontext() as check_plan:
-        return cast(RunResult, local.launch(config, isolated=isolated, check_plan=check_plan))
+        return launch_training(config, isolated=isolated, check_plan=check_plan)
+
+
+def launch_training(
+    config: TrainConfig, *, isolated: bool = False, check_plan: Callable[[], None] | None = None
+) -> RunResult:
+    """Train in this process or in workers; see `local.launch`."""
+    return local.launch(
+        config,
+        run_train,
+        prepare=import_train,
+        check_plan=check_plan,
+        isolated=isolated,
+        stop_suffix=NOTHING_TO_SAVE,
+    )
+
+
+def import_train(config: TrainConfig) -> None:
+    """Import what training needs, while the server of the data workers starts.
+
+    The import does not find slow packages that the model does not need.
+    """
+    if config.data.workers != 0:
+        warm_up()
+    unneeded = unneeded_packages(config.model.description, fetches=bool(config.model.weight_settings))
+    with hidden_packages(*unneeded):
+        import clipscale.train  # noqa: F401
+
+
+def run_train(config: TrainConfig) -> RunResult:
+    """Do one process's part of the run, after `import_train`."""
+    from clipscale.train import train
+
+    return train(config)
 
 
 def resumes_other_batch(config: TrainConfig) -> bool:

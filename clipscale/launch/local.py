@@ -7,31 +7,25 @@ import logging
 import os
 import shutil
 import signal
-import sys
 import tempfile
-import threading
 import uuid
 from collections.abc import Callable
 from pathlib import Path
-from pkgutil import resolve_name
-from typing import TYPE_CHECKING, Protocol, cast
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from clipscale.common import ranks, terminal
 from clipscale.common.cpu import cores
 from clipscale.common.errors import StoppedError, UserError
-from clipscale.common.output import ignore_output_errors, prepare_output
 from clipscale.common.signals import SIGNALS, blocked, set_signal_of_parents_end
 from clipscale.config.checks import check_divisible
-from clipscale.config.libraries import hidden_packages, unneeded_packages
 from clipscale.config.sections import LaunchConfig
 from clipscale.config.train_config import TrainConfig
-from clipscale.data.loader.fork_server import warm_up
-from clipscale.launch.failures import cause_of_end, first_failure, write_failure
+from clipscale.launch.failures import cause_of_end, first_failure
+from clipscale.launch.workers import WorkerTask, worker_main
 from clipscale.run.stopping import (
     SHUTDOWN_S,
     effective_signal,
     exit_on_signal,
-    has_received_signal,
     stop_message,
 )
 
@@ -49,54 +43,56 @@ class LaunchSettings(Protocol):
     def launch(self) -> LaunchConfig: ...
 
 
-# The function that the workers of a training run call.
-TRAIN_FUNCTION = "clipscale.train:train"
-# Ends the line about a signal that comes at a training run's start or end, when there is nothing to save.
-NOTHING_TO_SAVE = " outside a step: there was nothing to save"
-# A worker that returns after a signal waits this many seconds for its launcher.
-ANSWER_WITHIN_S = 5.0
+# The settings of a verb, and the result of its work.
+S = TypeVar("S", bound=LaunchSettings)
+R = TypeVar("R")
+
 # Signals that the launcher forwards to its workers.
 FORWARDED_SIGNALS = (*SIGNALS, signal.SIGQUIT)
 # Folders of the GPUs. In each, `numa_node` is the number of the nearest cores and memory; -1: unknown.
 GPUS = Path("/sys/bus/pci/drivers/nvidia")
 
 
+def no_preparation(config: object) -> None:
+    """For a `main` that can be called at once."""
+
+
 def launch(
-    config: LaunchSettings,
-    main: str = TRAIN_FUNCTION,
+    config: S,
+    main: Callable[[S], R],
     *,
-    isolated: bool = False,
+    prepare: Callable[[S], object] = no_preparation,
     check_plan: Callable[[], None] | None = None,
-) -> object:
+    isolated: bool = False,
+    stop_suffix: str = "",
+) -> R:
     """Call `main` in several workers. Under torchrun, or if one worker that is not `isolated` suffices, call it here.
 
-    `check_plan` waits for the plan of a run, and raises UserError if the run cannot fit. In this process `main` is
-    called after it. Several workers do not wait: rank 0 calls it in a thread, and they are ended if it raises.
+    `prepare` imports what `main` needs; each process calls it first. Both are functions of a module, so that they can
+    be pickled.
 
-    Returns its result on rank 0. Raises UserError if a worker does, WorkerError for other failures, StoppedError for a
-    signal. No worker outlives this call.
+    `check_plan` waits for the plan of a run, and raises UserError if the run cannot fit. In this process it is called
+    between `prepare` and `main`. Several workers do not wait: rank 0 calls it in a thread, and they are ended if it
+    raises.
+
+    `stop_suffix` ends the line about a signal that comes while `main` has no handlers of its own.
+
+    Returns the result of `main` on rank 0. Raises UserError if a worker does, WorkerError for other failures,
+    StoppedError for a signal. No worker outlives this call.
     """
     ranks.check_variables()
-    with exit_on_signal(NOTHING_TO_SAVE if main == TRAIN_FUNCTION else ""):
+    with exit_on_signal(stop_suffix):
         if ranks.under_launcher():
-            return run_under_torchrun(config, main)
+            return run_under_torchrun(config, main, prepare)
         terminal.show_task("loading torch")
         count = num_workers(config)
         if count == 1 and not isolated:
-            run = imported_main(main, config)
+            prepare(config)
             if check_plan:
                 check_plan()
-            return run(config)
-    return launch_workers(config, main, count, check_plan)  # torch has handlers of its own
-
-
-def imported_main(name: str, config: LaunchSettings) -> Callable[[LaunchSettings], object]:
-    """The function of this name. In training its import does not find slow packages that the model does not need."""
-    unneeded = []
-    if isinstance(config, TrainConfig):
-        unneeded = unneeded_packages(config.model.description, fetches=bool(config.model.weight_settings))
-    with hidden_packages(*unneeded):
-        return cast(Callable[[LaunchSettings], object], resolve_name(name))
+            return main(config)
+    # torch has signal handlers of its own
+    return launch_workers(count, config, WorkerTask(main, prepare, check_plan, stop_suffix))
 
 
 def num_workers(config: LaunchSettings) -> int:
@@ -111,14 +107,15 @@ def num_workers(config: LaunchSettings) -> int:
     return count
 
 
-def run_under_torchrun(config: LaunchSettings, main: str) -> object:
+def run_under_torchrun(config: S, main: Callable[[S], R], prepare: Callable[[S], object]) -> R:
     """Do this process's part of a run under torchrun. `record` writes a failure to a file, where torchrun finds it."""
     from torch.distributed.elastic.multiprocessing.errors import record
 
     if "TORCHELASTIC_RUN_ID" in os.environ:
         set_signal_of_parents_end(signal.SIGKILL)
     try:
-        result = record(imported_main(main, config))(config)
+        prepare(config)
+        result = record(main)(config)
     except UserError as error:
         alone = "TORCHELASTIC_RUN_ID" not in os.environ
         if alone and not terminal.is_main_rank() and not isinstance(error, StoppedError):  # the caller prints rank 0's
@@ -128,9 +125,7 @@ def run_under_torchrun(config: LaunchSettings, main: str) -> object:
     return result
 
 
-def launch_workers(
-    config: LaunchSettings, main: str, count: int, check_plan: Callable[[], None] | None = None
-) -> object:
+def launch_workers(count: int, config: S, task: WorkerTask[S, R]) -> R:
     """Start `count` workers and wait for their end. Raises as `launch`."""
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -165,7 +160,8 @@ def launch_workers(
         before = tempfile.tempdir
         tempfile.tempdir = folder  # torch leaves its error files there
         try:
-            return elastic_launch(elastic, worker_main)(config, main, check_plan, Path(folder))[0]
+            result: R = elastic_launch(elastic, worker_main)(config, task, Path(folder))[0]
+            return result
         except ChildFailedError as error:
             raise cause_of_end(error, Path(folder)) from None
         except SignalException as error:
@@ -193,48 +189,3 @@ def numa_options(device: str, count: int) -> "NumaOptions | None":
     if unknown or device == "cpu" or count > torch.cuda.device_count():
         return None
     return NumaOptions(AffinityMode.NODE, should_fall_back_if_binding_fails=True)
-
-
-def worker_main(config: LaunchSettings, main: str, check_plan: Callable[[], None] | None, folder: Path) -> object:
-    """The main function of a process that `launch_workers` starts. It writes its failure to the folder."""
-    set_signal_of_parents_end(signal.SIGKILL)
-    prepare_output()
-    ignore_output_errors()
-    terminal.show_task("loading torch")
-    if check_plan and ranks.rank() == 0:
-        threading.Thread(target=exit_if_plan_refuses, args=(check_plan, folder), daemon=True).start()
-    try:
-        if main == TRAIN_FUNCTION and isinstance(config, TrainConfig) and config.data.workers != 0:
-            warm_up()  # while this process imports what training needs
-        with exit_on_signal(NOTHING_TO_SAVE if main == TRAIN_FUNCTION else ""):
-            result = imported_main(main, config)(config)
-    except BaseException as error:
-        write_failure(folder, ranks.rank(), error)
-        raise
-    if has_received_signal():
-        exit_after_timeout()
-    return result
-
-
-def exit_if_plan_refuses(check_plan: Callable[[], None], folder: Path) -> None:
-    """Wait for the plan of the run, and end this process if the run cannot fit. The launcher then ends the others.
-
-    Runs in a thread, so that the workers' first step does not wait: they are ready about as soon as the plan is.
-    """
-    try:
-        check_plan()
-    except UserError as error:
-        write_failure(folder, ranks.rank(), error)
-        os._exit(2)
-
-
-def exit_after_timeout() -> None:
-    """End this process in ANSWER_WITHIN_S, unless its launcher ends it before.
-
-    A worker that has returned waits for the launcher to take its result. After a signal torch's launcher takes none: it
-    waits for the worker's end, and kills it after SHUTDOWN_S.
-    """
-    sys.stdout.flush()
-    end = threading.Timer(ANSWER_WITHIN_S, os._exit, [0])
-    end.daemon = True
-    end.start()

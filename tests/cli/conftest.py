@@ -37,7 +37,7 @@ def trained(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[TrainConfig
     monkeypatch.chdir(tmp_path)
     configs = []
 
-    def run(config: TrainConfig, *, isolated: bool, check_plan: Callable[[], None] | None = None) -> dict:
+    def run(config: TrainConfig, main: object, *, isolated: bool, **options: object) -> dict:
         assert isolated
         configs.append(config)
         if config.seed == 13:

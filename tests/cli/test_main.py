@@ -245,7 +245,7 @@ def test_a_stopped_run_says_how_it_goes_on(
 ) -> None:
     """If the same command would begin another run, or be refused, the line has the run's name."""
 
-    def stopped(config: TrainConfig, **_: object) -> None:
+    def stopped(config: TrainConfig, main: object, **_: object) -> None:
         (Path(config.run) / "checkpoints/step_00000003").mkdir(parents=True)
         raise StoppedError("stopped after step 3 and saved", signal.SIGINT)
 
@@ -264,7 +264,7 @@ def test_a_signal_after_the_result_was_written_leaves_a_complete_run(
     files.write_json(file, {"run": "runs/a", "step": 1, "loss": 1.0, "eval": {}})
     os.utime(file, (1, 1))
 
-    def stopped(config: TrainConfig, **_: object) -> None:
+    def stopped(config: TrainConfig, main: object, **_: object) -> None:
         if writes:
             files.write_json(file, {"run": "runs/a", "step": 2, "loss": 1.0, "eval": {}})
         raise StoppedError("stopped by SIGTERM", signal.SIGTERM)

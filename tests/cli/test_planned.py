@@ -121,7 +121,7 @@ def test_a_run_that_is_refused_for_its_checkpoints_batch_is_not_planned(
         yield
 
     monkeypatch.setattr("clipscale.cli.train_verb.planning", planning)
-    monkeypatch.setattr("clipscale.launch.local.launch", lambda config, **_: {"run": config.run})
+    monkeypatch.setattr("clipscale.launch.local.launch", lambda config, main, **_: {"run": config.run})
     for run, step, written in (("a", 4, 16), ("b", 2, 32), ("b", 9, 64)):
         path = checkpoint_path(tmp_path / "runs" / run, step)
         path.mkdir(parents=True)

@@ -29,6 +29,7 @@ from clipscale.config.train_config import TrainConfig
 from clipscale.distributed.join import destroy_world, init_world
 from clipscale.launch import local
 from clipscale.launch.failures import cause_of_end, write_failure
+from clipscale.launch.workers import WorkerTask
 from tests.conftest import TINY
 from tests.eval.sets import classification_set
 from tests.support.user_errors import refused
@@ -103,20 +104,20 @@ def test_a_last_save_that_failed_is_a_mistake_and_no_stopped_run(tmp_path: Path)
     """A scheduler signals the launcher: with the status of a stopped run it would queue the job for ever."""
 
     def elastic_launch(elastic: Any, entry: Any) -> Any:
-        def launched(config: TrainConfig, main: str, check_plan: None, folder: Path) -> None:
+        def launched(config: TrainConfig, task: WorkerTask[TrainConfig, dict], folder: Path) -> None:
             write_failure(folder, 0, UnwritableError("the disk is full"))
             raise SignalException("", signal.SIGTERM)
 
         return launched
 
     with patch.object(api, "elastic_launch", elastic_launch), refused("disk is full") as failure:
-        local.launch(two(tmp_path))
+        local.launch(two(tmp_path), this_process)
     assert not isinstance(failure.value, StoppedError)
 
 
 def test_workers_meet_and_rank_0s_result_comes_back(tmp_path: Path) -> None:
     handlers = {number: signal.getsignal(number) for number in local.FORWARDED_SIGNALS}
-    assert local.launch(two(tmp_path), f"{__name__}:ring") == {"ranks": [0, 1], "threads": 1}
+    assert local.launch(two(tmp_path), ring) == {"ranks": [0, 1], "threads": 1}
     assert handlers == {number: signal.getsignal(number) for number in local.FORWARDED_SIGNALS}
 
 
@@ -136,7 +137,7 @@ def open_files(config: TrainConfig) -> dict:
 @pytest.mark.parametrize("procs", [2, 12])
 def test_open_files_are_allowed_and_few_whatever_the_ranks(tmp_path: Path, procs: int) -> None:
     config = replace(two(tmp_path), batch=24, launch=LaunchConfig(procs=procs))
-    for soft, hard, files in local.launch(config, f"{__name__}:open_files")["ranks"]:
+    for soft, hard, files in local.launch(config, open_files)["ranks"]:
         assert soft == hard and files <= 14, f"{soft} of {hard} allowed, {files} open over {procs} ranks"
 
 
@@ -148,7 +149,7 @@ def test_a_workers_mistake_comes_back_as_if_made_here_and_at_once(
     (tmp_path / "tmp").mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "tmp"))
     with refused(rf"^run={tmp_path}/run: found by a worker$"):
-        local.launch(two(tmp_path), f"{__name__}:mistaken")
+        local.launch(two(tmp_path), mistaken)
     assert not [*(tmp_path / "tmp").iterdir()]
 
 
@@ -168,12 +169,12 @@ def test_workers_stay_near_their_gpus_where_these_are_near_different_cores(
 
 def test_one_worker_is_this_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = TrainConfig(run=str(tmp_path), device="cpu", plan=False)
-    assert local.launch(config, f"{__name__}:this_process") == {"pid": os.getpid()}
-    monkeypatch.setattr(local, "launch_workers", lambda config, main, count, check_plan: {"count": count})
-    assert local.launch(config, isolated=True) == {"count": 1}
+    assert local.launch(config, this_process) == {"pid": os.getpid()}
+    monkeypatch.setattr(local, "launch_workers", lambda count, config, task: {"count": count})
+    assert local.launch(config, this_process, isolated=True) == {"count": 1}
     config = replace(config, launch=LaunchConfig(procs=3))
     with refused(r"^batch=256 cannot be shared evenly by 3 processes; choose a multiple of 3"):
-        local.launch(config)
+        local.launch(config, this_process)
 
 
 def test_the_cause_is_shown_and_not_the_ranks_that_it_took_along(tmp_path: Path) -> None:

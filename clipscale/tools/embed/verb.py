@@ -12,7 +12,7 @@ import logging
 from collections.abc import Iterable, Iterator
 from functools import partial
 from pathlib import Path
-from typing import TypedDict, cast
+from typing import TypedDict
 
 import numpy as np
 import torch
@@ -51,7 +51,7 @@ class EmbedResult(TypedDict):
 
 def main(config: EmbedConfig) -> EmbedResult:
     """Write features on `launch.procs` processes, or as one of torchrun's."""
-    return cast(EmbedResult, local.launch(config, f"{__name__}:work"))
+    return local.launch(config, work)
 
 
 def work(config: EmbedConfig) -> EmbedResult:

@@ -4,7 +4,6 @@ from contextlib import closing
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
-from typing import cast
 
 from clipscale.common.record import Results
 from clipscale.common.terminal import Progress, is_main_rank, log_line, show_task
@@ -28,7 +27,7 @@ def main(config: EvalRunConfig) -> Results:
     complete_config = replace(completed_by_run(config), model=with_checkpoints_of_runs(config.model))
     if is_main_rank() and not config.eval.has_sets:
         log_line(f"eval.sets: {complete_config.eval.sets or complete_config.eval.root}, named by the run's config.yaml")
-    return cast(Results, local.launch(complete_config, f"{__name__}:work"))
+    return local.launch(complete_config, work)
 
 
 def objective_and_sizes(run_dir: Path) -> tuple[str, list[int]]:

@@ -212,7 +212,7 @@ def test_optuna_proposes_values_and_again_the_same(trained: list[TrainConfig], s
 def test_optuna_gets_the_metric_and_its_direction(
     trained: list[TrainConfig], shards: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
 ) -> None:
-    def run(config: TrainConfig, **_: bool) -> dict:
+    def run(config: TrainConfig, main: object, **options: object) -> dict:
         trained.append(config)
         return {"step": 2, "loss": 1.0, "run": config.run, "eval": {"birds": {"top1": config.seed / 10}}}
 

@@ -15,9 +15,9 @@ from fsspec.implementations.local import LocalFileSystem
 
 from clipscale.checkpoint import CheckpointUploader
 from clipscale.cli.complete_run import result_if_complete
+from clipscale.cli.train_verb import launch_training
 from clipscale.common.errors import StoppedError
 from clipscale.config.sections import CheckpointConfig, LaunchConfig
-from clipscale.launch import local
 from clipscale.log.sinks import Sinks
 from clipscale.run.stopping import SignalError
 from clipscale.run.train_loop import TrainLoop
@@ -51,7 +51,7 @@ def test_a_run_that_waits_for_a_service_at_its_end_ends_at_once(
         os.kill(os.getpid(), number)
 
     with closing_for_long(send), pytest.raises(StoppedError, match=line):
-        local.launch(config)
+        launch_training(config)
     assert time.monotonic() - sent[0] < HEARD_S
     assert steps(tmp_path / "run") == [1] and len(curve(tmp_path / "run")) == 1
 
@@ -78,7 +78,7 @@ def test_a_run_that_waits_for_its_last_copy_ends_at_once(shards: str, tmp_path: 
         mock.patch.object(CheckpointUploader, "finish", closed),
         pytest.raises(StoppedError, match=r"^stopped"),
     ):
-        local.launch(config)
+        launch_training(config)
     assert time.monotonic() - sent[0] < HEARD_S
     ended.set()
     assert steps(tmp_path / "run") == [1] and result_if_complete(config) is None
@@ -103,6 +103,6 @@ def test_a_second_signal_while_a_stopped_run_closes_keeps_its_line(shards: str, 
         closing_for_long(send),
         pytest.raises(StoppedError, match=r"^stopped by SIGTERM after step 1 and saved$"),
     ):
-        local.launch(config)
+        launch_training(config)
     assert time.monotonic() - began[0] < HEARD_S
     assert steps(tmp_path / "run") == [1]

@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 from clipscale.checkpoint.loading import verify
 from clipscale.cli.main import main as command
+from clipscale.cli.train_verb import NOTHING_TO_SAVE
 from clipscale.common.errors import StoppedError
 from clipscale.config.sections import EvalConfig, LaunchConfig
 from clipscale.config.train_config import TrainConfig
@@ -97,12 +98,17 @@ def wait_for_a_plan(run: str) -> None:
     os.read(os.pipe()[0], 1)
 
 
-def started(config: TrainConfig, main: str, output: Path, check_plan: Callable[[], None] | None = None) -> None:
+def started(
+    config: TrainConfig,
+    main: Callable[[TrainConfig], dict],
+    output: Path,
+    check_plan: Callable[[], None] | None = None,
+) -> None:
     os.dup2(os.open(output, os.O_WRONLY | os.O_CREAT), 2)
     signal.signal(signal.SIGHUP, signal.SIG_DFL)  # nohup may have started the tests
     mock.patch("multiprocessing.parent_process", lambda: None).start()  # as of a command
     try:
-        local.launch(config, main, check_plan=check_plan)
+        local.launch(config, main, check_plan=check_plan, stop_suffix=NOTHING_TO_SAVE)
     except StoppedError as stopped:
         os.write(2, f"{stopped}\n".encode())
         os._exit(128 + stopped.signum)
@@ -124,9 +130,8 @@ def started(config: TrainConfig, main: str, output: Path, check_plan: Callable[[
 )
 def test_a_start_ends_at_once(tmp_path: Path, main: Callable[[TrainConfig], dict], number: signal.Signals) -> None:
     config = TrainConfig(run=str(tmp_path / "run"), device="cpu", plan=False, launch=LaunchConfig(procs=1))
-    process = forks().Process(target=started, args=(config, f"{__name__}:{main.__name__}", tmp_path / "err"))
-    with mock.patch.object(local, "TRAIN_FUNCTION", f"{__name__}:{main.__name__}"):
-        process.start()
+    process = forks().Process(target=started, args=(config, main, tmp_path / "err"))
+    process.start()
     ends_at_once(process, tmp_path, number)
 
 
@@ -148,7 +153,7 @@ def ends_at_once(process: BaseProcess, folder: Path, number: signal.Signals) -> 
 
 def test_a_start_that_waits_for_its_plan_ends_at_once(tmp_path: Path) -> None:
     config = TrainConfig(run=str(tmp_path / "run"), device="cpu", launch=LaunchConfig(procs=1))
-    given = (config, local.TRAIN_FUNCTION, tmp_path / "err", partial(wait_for_a_plan, config.run))
+    given = (config, start_asleep, tmp_path / "err", partial(wait_for_a_plan, config.run))
     process = forks().Process(target=started, args=given)
     process.start()
     ends_at_once(process, tmp_path, signal.SIGTERM)
