@@ -19,7 +19,7 @@ import torch
 from clipscale.common.errors import UserError
 from clipscale.common.files import read_yaml
 from clipscale.config.data import DataConfig
-from clipscale.config.sections import CheckpointConfig
+from clipscale.config.sections import CheckpointConfig, OptimConfig
 from clipscale.data.shards import index, requests, store
 from clipscale.run.run_lock import RunLock
 from clipscale.run.train_loop import TrainLoop
@@ -44,19 +44,23 @@ def between_steps(work: Callable[[int], Any]) -> Any:
     return mock.patch.object(TrainLoop, "run_step", disturbed)
 
 
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
 def test_a_run_that_could_not_save_is_refused_at_its_start(
-    shards: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    shards: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, optimizer: str
 ) -> None:
+    config = four_step_config(shards, tmp_path / "run", optim=OptimConfig(name=optimizer))
     usage = namedtuple("usage", "free")
     room = 0
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(room))
     with refused(rf"^run={tmp_path}/run: its disk has 0 B free") as full, monkeypatch.context() as before:
         before.setattr("clipscale.start.build.build_model", None)
-        train(four_step_config(shards, tmp_path / "run"))
+        train(config)
     assert not (tmp_path / "run/metrics.jsonl").exists()
-    (size,) = re.findall(r"a checkpoint takes ([\d.]+) MiB, and the first one needs room for two; ", str(full.value))
+    (size,) = re.findall(
+        r"a checkpoint takes at least ([\d.]+) MiB, and the first one needs room for two; ", str(full.value)
+    )
     room = round(2.01 * float(size) * 2**20)
-    train(four_step_config(shards, tmp_path / "run"))
+    train(config)
     (saved,) = checkpoints_of(tmp_path / "run")
     files = sum(file.stat().st_size for file in saved.iterdir())
     assert float(size) * 2**20 == pytest.approx(files, rel=0.02)

@@ -35,13 +35,15 @@ def make_folder(run_dir: Path) -> None:
 
 
 def check_room(run_dir: Path, size: int) -> None:
-    """Raise UserError where the disk has no room for two checkpoints of `size` bytes: the newest stays while the next
-    is written. For a run that has a checkpoint already, room for one is enough."""
+    """Raise UserError where the disk has no room for two checkpoints, of at least `size` bytes each.
+
+    The newest stays while the next is written. A run that has a checkpoint already needs room for one more.
+    """
     free = shutil.disk_usage(first_existing(run_dir)).free
     if free < (size if checkpoints_of(run_dir) else 2 * size):
         raise UserError(
-            f"run={run_dir}: its disk has {format_bytes(free)} free; a checkpoint takes {format_bytes(size)}, and the "
-            "first one needs room for two; make room, or choose another run=PATH"
+            f"run={run_dir}: its disk has {format_bytes(free)} free; a checkpoint takes at least {format_bytes(size)}, "
+            "and the first one needs room for two; make room, or choose another run=PATH"
         )
 
 

@@ -19,7 +19,7 @@ from clipscale.distributed.world import World
 from clipscale.models.flops import unbuilt_encoders
 from clipscale.run_folder.disk import check_room
 from clipscale.start.resolve import ResolvedRun
-from clipscale.step.optim import STATE_ENTRIES, Schedule
+from clipscale.step.optim import Schedule, least_state_bytes
 
 
 @dataclass(frozen=True)
@@ -115,13 +115,16 @@ def least_saved_bytes(config: TrainConfig) -> int:
     """A lower bound of a checkpoint's bytes.
 
     Counts the weights of the towers with `train=all`: all their layers train, or have adapters with `model.lora`.
-    Without adapters it also counts their moving average, and the state of the optimizers in STATE_ENTRIES.
+    Without adapters it also counts their moving average, and the optimizer's state.
     """
     encoders = unbuilt_encoders(config.model)
     model = config.model
     towers = (encoders.visual, model.image), (encoders.text, model.text)
-    size = sum(p.nbytes for tower, settings in towers if settings.groups is None for p in tower.parameters())
-    if model.lora:
-        return size
-    copies_in_average = 1 if config.ema else 0
-    return size * (1 + copies_in_average + STATE_ENTRIES.get(config.optim.name, 0))
+    size = 0
+    for tower, settings in towers:
+        if settings.groups is None:
+            weights = sum(p.nbytes for p in tower.parameters())
+            size += weights
+            if not model.lora:
+                size += (weights if config.ema else 0) + least_state_bytes(tower, config.optim.name)
+    return size

@@ -13,8 +13,11 @@ from torch.overrides import TorchFunctionMode
 from clipscale.common.errors import UserError, to_user_error
 from clipscale.config.sections import SHARDABLE_OPTIMIZERS, OptimConfig, ScheduleConfig, parse_length
 
-# Optimizer -> entries of its state for each weight.
-STATE_ENTRIES = {"adamw": 2, "adam": 2, "nadamw": 2, "lamb": 2, "lion": 1}
+# Optimizer -> the least size of its state for a matrix, in units of the matrix's size.
+STATE_SIZES = {
+    "adamw": 2, "adam": 2, "nadamw": 2, "adopt": 2, "laprop": 2, "radam": 2, "rmsprop": 2, "lamb": 2,
+    "lion": 1, "sgd": 1, "muon": 1, "lars": 1, "adafactorbv": 0.5,
+}  # fmt: skip
 # timm's names of torch's optimizers that have a fused kernel, also on a CPU.
 FUSED = ("adamw", "adam", "adagrad")
 
@@ -136,7 +139,7 @@ def parameter_groups(model: nn.Module, config: OptimConfig, scales: Mapping[str,
     matrices. Scalars (logit scale and bias) are a group because FSDP2 shards all other parameters, and fused optimizers
     do not mix sharded with whole tensors.
     """
-    embeddings = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
+    embeddings = embedding_ids(model)
     split: dict[tuple[int, float], ParameterGroup] = {}
     for name, p in model.named_parameters():
         if not p.requires_grad:
@@ -151,11 +154,32 @@ def parameter_groups(model: nn.Module, config: OptimConfig, scales: Mapping[str,
     return [split[key] for key in sorted(split)]
 
 
+def embedding_ids(model: nn.Module) -> set[int]:
+    """The `id` of each weight that is an embedding of tokens."""
+    return {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
+
+
 def parameter_kind(p: nn.Parameter, *, is_embedding: bool) -> int:
     """MATRIX, EMBEDDING, VECTOR or SCALAR."""
     if p.ndim < 2:
         return SCALAR if p.ndim == 0 else VECTOR
     return EMBEDDING if is_embedding else MATRIX
+
+
+def least_state_bytes(model: nn.Module, optimizer_name: str) -> int:
+    """A lower bound of the bytes of an optimizer's state for all parameters of a model.
+
+    0 for an optimizer that STATE_SIZES does not have. Muon leaves all but matrices to AdamW.
+    """
+    of_matrix = STATE_SIZES.get(optimizer_name, 0)
+    of_others = STATE_SIZES["adamw"] if optimizer_name == "muon" else of_matrix
+    embeddings = embedding_ids(model)
+    return int(
+        sum(
+            p.nbytes * (of_matrix if parameter_kind(p, is_embedding=id(p) in embeddings) == MATRIX else of_others)
+            for p in model.parameters()
+        )
+    )
 
 
 def parse_steps(setting: str, text: str, *, total: int, per_epoch: float | None) -> int:

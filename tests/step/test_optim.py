@@ -10,7 +10,15 @@ from timm.optim.muon import get_lr_scale, zeropower_via_newtonschulz
 from torch import Tensor, nn
 
 from clipscale.config.sections import OptimConfig, ScheduleConfig
-from clipscale.step.optim import Schedule, build_optimizer, parameter_groups, parse_steps, set_lr
+from clipscale.step.optim import (
+    STATE_SIZES,
+    Schedule,
+    build_optimizer,
+    least_state_bytes,
+    parameter_groups,
+    parse_steps,
+    set_lr,
+)
 from tests.support.user_errors import refused
 
 
@@ -170,3 +178,14 @@ def test_a_run_past_its_end_has_the_rate_of_its_end(cooldown: str, rate: float) 
     """A run that is given fewer samples than it has trained asks for it."""
     s = schedule(ScheduleConfig(name="constant", warmup="0", cooldown=cooldown), 1.0, 50)
     assert s.lr(51) == s.lr(100) == rate
+
+
+@pytest.mark.parametrize("name", [*STATE_SIZES])
+def test_the_least_bytes_of_a_state_are_those_that_an_optimizer_keeps(name: str) -> None:
+    model = nn.Sequential(nn.Embedding(96, 128), nn.Linear(128, 96))
+    optimizer = build_optimizer(model, OptimConfig(name=name))
+    for p in model.parameters():
+        p.grad = torch.ones_like(p)
+    optimizer.step()
+    kept = sum(v.nbytes for state in optimizer.state.values() for v in state.values() if torch.is_tensor(v))
+    assert least_state_bytes(model, name) <= kept <= 1.05 * least_state_bytes(model, name)
