@@ -87,13 +87,8 @@ def resolve(config: TrainConfig, path: Path | None, world: World) -> ResolvedRun
     resumed = checkpoint.read_description(path) if path else None
     if not config.model.name:  # the weights name it, before the stages replace parts of the model
         config = replace(config, model=run_long_on_rank0(world, lambda: completed_by_weights(config.model, resumed)))
+    stages, index, is_stage_start = find_stage(config, resumed)
     stage_configs = config.stage_configs
-    stages = make_stages(config, stage_configs)
-    step = resumed.step if resumed else 0
-    index = max(i for i, stage in enumerate(stages) if stage.steps_before <= step)
-    is_stage_start = index > 0 and step == stages[index].steps_before
-    last_trained = stages[index - 1] if is_stage_start else stages[index]
-    check_fits(resumed, config, last_trained)
     for each in stage_configs:
         check_machine(each, world)
     stage_config = stage_configs[index]
@@ -115,11 +110,23 @@ def resolve(config: TrainConfig, path: Path | None, world: World) -> ResolvedRun
     )
 
 
-def make_stages(config: TrainConfig, stage_configs: list[TrainConfig]) -> list[Stage]:
-    """The stages of a run; a run without stages has one. `stage_configs`: the configuration of each.
+def find_stage(config: TrainConfig, resumed: CheckpointDescription | None) -> tuple[list[Stage], int, bool]:
+    """All stages of a run, the index of the one that trains next, and whether it is at its start.
 
-    Raises UserError for a model that cannot be built.
+    `resumed`: the checkpoint's description; None for a new run. Raises UserError where the run cannot go on from it.
     """
+    stages = make_stages(config)
+    step = resumed.step if resumed else 0
+    index = max(i for i, stage in enumerate(stages) if stage.steps_before <= step)
+    is_stage_start = index > 0 and step == stages[index].steps_before
+    last_trained = stages[index - 1] if is_stage_start else stages[index]
+    check_fits(resumed, config, last_trained)
+    return stages, index, is_stage_start
+
+
+def make_stages(config: TrainConfig) -> list[Stage]:
+    """The stages of a run; a run without stages has one. Raises UserError for a model that cannot be built."""
+    stage_configs = config.stage_configs
     stages: list[Stage] = []
     step = samples = 0
     for index, stage_config in enumerate(stage_configs):

@@ -65,3 +65,24 @@ def test_what_only_a_start_would_find_is_said(
         err
     )
     assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "mistake"),
+    [
+        (("run=b", "cache.chunk=32"), "cache.chunk=32: one process holds 16 samples of the batch"),
+        (("run=a", "batch=8"), "batch=8: the checkpoint was trained with 16"),
+        (("run=b", "resume=a", "optim.name=lion"), "optim.name='lion': the checkpoint was trained with 'adamw'"),
+        (("run=a", "resume=none"), "run=runs/a already holds checkpoints"),
+    ],
+)
+def test_a_chunk_and_a_checkpoint_that_a_start_would_refuse_are_refused(
+    cli: Cli, shards: str, words: tuple[str, ...], mistake: str
+) -> None:
+    """A newer checkpoint that is damaged is passed over, as at a start."""
+    assert cli(*tiny(f"data.train={shards}", "run=a"))[0] == 0
+    damaged = Path("runs/a/checkpoints/step_00000009")
+    damaged.mkdir()
+    (damaged / "meta.json").write_bytes(CUT)
+    status, _, err = cli(*tiny(f"data.train={shards}", *words), "--check")
+    assert status == 2 and mistake in err, err
