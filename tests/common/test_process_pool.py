@@ -2,9 +2,13 @@
 
 import os
 import signal
+import subprocess
+import sys
 import time
+from subprocess import PIPE
 
 import psutil
+import pytest
 
 from clipscale.common.process_pool import spawned_pool
 from tests.support.interpreter import interpreted
@@ -28,6 +32,34 @@ def test_the_workers_of_a_killed_process_end() -> None:
     while any(psutil.pid_exists(worker) for worker in workers):
         assert time.monotonic() < end, "a worker goes on"
         time.sleep(0.1)
+
+
+INTERRUPTED = """
+import time
+from clipscale.common.process_pool import pool_map, spawned_pool
+from clipscale.common.errors import StoppedError
+from clipscale.run.stopping import exit_on_signal
+
+try:
+    with exit_on_signal(), spawned_pool(2) as pool:
+        calls = [pool.submit(time.sleep, 60) for _ in range(9)]
+        print("ready", flush=True)
+        list(pool_map(pool, time.sleep, [60]))
+except StoppedError as stopped:
+    print(stopped)
+"""
+
+
+@pytest.mark.parametrize("after_s", [0.0, 0.2, 0.8])
+def test_ctrl_c_ends_the_workers_without_a_word_of_theirs(after_s: float) -> None:
+    """The terminal sends it to all processes. The workers are starting, or computing."""
+    command = [sys.executable, "-c", INTERRUPTED]
+    process = subprocess.Popen(command, stdout=PIPE, stderr=PIPE, text=True, start_new_session=True)
+    assert process.stdout and process.stdout.readline() == "ready\n"
+    time.sleep(after_s)
+    os.killpg(process.pid, signal.SIGINT)
+    out, err = process.communicate(timeout=30)
+    assert (out, err) == ("stopped\n", "")
 
 
 def test_a_killed_worker_is_one_line() -> None:

@@ -21,7 +21,7 @@ import numpy as np
 
 from clipscale.common.errors import UserError
 from clipscale.common.files import user_cache
-from clipscale.common.process_pool import spawned_pool
+from clipscale.common.process_pool import pool_map, spawned_pool
 from clipscale.data.addresses import basename, dirname, is_local
 from clipscale.data.hashing import digest, utf8
 from clipscale.data.shards.reader import ReadFailure, read_shard
@@ -298,4 +298,4 @@ def map_shards(work: Callable[..., T], workers: int, urls: Sequence[str], *other
         yield from map(work, urls, *others)
         return
     with spawned_pool(min(workers, len(urls))) as pool:
-        yield from pool.map(work, urls, *others)
+        yield from pool_map(pool, work, urls, *others)

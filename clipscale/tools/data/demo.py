@@ -5,8 +5,6 @@ Every picture is a pure function of (split, index).
 
 import io
 import json
-import multiprocessing
-import signal
 import tempfile
 from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
@@ -15,7 +13,7 @@ from random import Random
 
 from clipscale.common import files
 from clipscale.common.cpu import cores
-from clipscale.common.process_pool import spawned_pool
+from clipscale.common.process_pool import pool_map, spawned_pool
 from clipscale.common.terminal import print_line, tracked
 from clipscale.data.shards.writer import shard_writer
 from clipscale.tools.data import scenes
@@ -60,16 +58,9 @@ def _write_training(folder: Path, count: int, processes: int) -> None:
         for number in range(TRAIN_SHARDS):
             write(number)
         return
-    # Only this process handles Ctrl-C.
-    with spawned_pool(processes, partial(signal.signal, signal.SIGINT, signal.SIG_IGN)) as pool:
-        try:
-            for _ in tracked(pool.map(write, range(TRAIN_SHARDS)), "rendering shards", TRAIN_SHARDS):
-                pass
-        except BaseException:
-            pool.shutdown(wait=False, cancel_futures=True)
-            for child in multiprocessing.active_children():
-                child.terminate()  # otherwise it would render its shard to the end
-            raise
+    with spawned_pool(processes) as pool:
+        for _ in tracked(pool_map(pool, write, range(TRAIN_SHARDS)), "rendering shards", TRAIN_SHARDS):
+            pass
 
 
 def _write_training_shard(folder: Path, size: int, count: int, number: int) -> None:
