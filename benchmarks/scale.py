@@ -255,7 +255,7 @@ def step(folder: str, ranks: int, exchange: str) -> Row:
         dist.destroy_process_group()
     run.stream.close()
     parameters = sum(p.numel() for p in run.train_step.model.parameters())
-    return {**sent.figures, "parameters": parameters, "width": run.train_step.model.width}
+    return {**sent.figures, "parameters": parameters, "width": run.train_step.model.embed_dim}
 
 
 def figures_of(row: Row) -> str:

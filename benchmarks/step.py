@@ -287,7 +287,7 @@ def measure(**job: Any) -> list[Row]:
     row["kept_graphs"] = step.cache.num_kept_graphs
     if job["profile"]:
         row["profile"] = profile(step, batch, job["profile"], 1e3 * seconds["median"])
-    row["parts"]["features_bytes"] = 2 * 4 * step.model.width * batch  # float32, of both towers
+    row["parts"]["features_bytes"] = 2 * 4 * step.model.embed_dim * batch  # float32, of both towers
     return [row]
 
 

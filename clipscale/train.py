@@ -11,7 +11,7 @@ from pathlib import Path
 from clipscale.checkpoint import CheckpointUploader, finish_copy_on_failed_start
 from clipscale.common import files
 from clipscale.config.train_config import TrainConfig
-from clipscale.distributed.agreement import run_long_on_rank0, run_on_rank0
+from clipscale.distributed.agreement import run_on_rank0, run_on_rank0_with_heartbeat
 from clipscale.distributed.join import destroy_world, init_world
 from clipscale.distributed.world import World
 from clipscale.loss.runtime import LossRuntime, running_on
@@ -51,7 +51,9 @@ def train_stages(config: TrainConfig, world: World, lock: RunLock) -> RunResult:
         uploader = loop.saver.uploader
         if loop.stage.is_last:
             # All ranks stay: Slurm would end rank 0 two minutes after the others.
-            run_long_on_rank0(world, partial(end_uploads, uploader, loop.run_dir, config.launch.timeout_s, result))
+            run_on_rank0_with_heartbeat(
+                world, partial(end_uploads, uploader, loop.run_dir, config.launch.timeout_s, result)
+            )
             return result
         del loop  # frees its model before the next stage's is built
         config = replace(config, resume="auto")

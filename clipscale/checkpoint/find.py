@@ -10,7 +10,7 @@ from pathlib import Path
 from clipscale.checkpoint.download import download_newer
 from clipscale.checkpoint.loading import verify
 from clipscale.common.errors import UserError
-from clipscale.distributed.agreement import run_long_on_rank0, run_on_all_ranks, run_on_rank0
+from clipscale.distributed.agreement import run_on_all_ranks, run_on_rank0, run_on_rank0_with_heartbeat
 from clipscale.distributed.world import World
 from clipscale.run_folder.paths import checkpoints_of, named_checkpoints, path_or_run
 from clipscale.run_folder.set_aside import rename_checkpoint
@@ -45,7 +45,7 @@ def newest_undamaged(run_dir: Path, resume: str, world: World, copy: str = "") -
         else:
             undamaged = candidate
             break
-    if copy and run_long_on_rank0(world, partial(download_newer, run_dir, copy, resume, undamaged)):
+    if copy and run_on_rank0_with_heartbeat(world, partial(download_newer, run_dir, copy, resume, undamaged)):
         return newest_undamaged(run_dir, resume, world)
     if undamaged:
         run_on_rank0(world, partial(report_damaged, damaged, undamaged, rename=resume == "auto"))

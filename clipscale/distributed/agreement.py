@@ -43,7 +43,7 @@ def run_on_rank0(world: World, work: Callable[[], T]) -> T:
     return cast(T, world.broadcast_object(result))
 
 
-def run_long_on_rank0(world: World, work: Callable[[], T]) -> T:
+def run_on_rank0_with_heartbeat(world: World, work: Callable[[], T]) -> T:
     """`run_on_rank0` for work that may last as long as a network: copies, weights, counts. A collective.
 
     Meanwhile a thread of rank 0 sends heartbeats. If its process ends, the others fail at once; if it is frozen, after

@@ -46,7 +46,7 @@ def layer_groups(encoder: nn.Module, tower: str) -> list[list[str]]:
     return [[names[id(parameter)] for parameter in groups[i]] for i in range(len(groups))]
 
 
-def rate_factors(encoder: nn.Module, tower: str, config: TowerConfig) -> dict[str, float]:
+def lr_factors(encoder: nn.Module, tower: str, config: TowerConfig) -> dict[str, float]:
     """Factors of the learning rate by an encoder's parameter: lr_factor * layer_decay^(n - 1 - g) in group g of n."""
     if config.layer_decay == 1:
         return {name: config.lr_factor for name, _ in encoder.named_parameters()}

@@ -5,6 +5,7 @@ N: samples, H, W: pixels, T: tokens, D: feature width.
 
 import hashlib
 import math
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -14,13 +15,13 @@ from timm.layers import to_2tuple
 from torch import Tensor, nn
 
 from clipscale.common.modules import is_batch_norm, is_frozen
-from clipscale.config.model import ModelConfig
+from clipscale.config.model import ModelConfig, TowerConfig
 from clipscale.data.eval_transform import EvalTransform
 from clipscale.data.tokenizer import Tokenizer, tokenizer_of
 from clipscale.models import lora
 from clipscale.models.captioner import init_decoder
 from clipscale.models.encoders import IMAGE_SIZE, Encoders, build_encoders, check_encoders, describe_model
-from clipscale.models.groups import lock, rate_factors
+from clipscale.models.groups import lock, lr_factors
 from clipscale.models.lean import embed_patches_by_product, lean_encoder
 from clipscale.models.linear import replace_linear_layers
 from clipscale.models.weights.load_weights import load_weights
@@ -42,7 +43,7 @@ class Tower(nn.Module):
         """Unit feature rows; `with_tokens`: also the tokens that a captioner's decoder reads, (N, T, W)."""
         output = self.encoder(self.encoder_inputs(inputs))
         rows, tokens = output if isinstance(output, tuple) else (output, None)
-        return (unit_rows(rows), tokens) if with_tokens else unit_rows(rows)
+        return (l2_normalize(rows), tokens) if with_tokens else l2_normalize(rows)
 
     def digest(self) -> str:
         """A digest of the weights, names and values, on any device."""
@@ -86,7 +87,7 @@ class TextTower(Tower):
         return inputs.long()
 
 
-def unit_rows(features: Tensor, shortest: float = 1e-6) -> Tensor:
+def l2_normalize(features: Tensor, shortest: float = 1e-6) -> Tensor:
     """Rows scaled to Euclidean length 1, in at least float32: half precision would cost two digits of every cosine.
 
     A row shorter than `shortest` is divided by `shortest`. Its gradient is divided by the same number, so it stays
@@ -105,9 +106,9 @@ class ClipModel(nn.Module):
     # A captioner's decoder; None for other models.
     decoder: MultimodalTransformer | None
 
-    def __init__(self, encoders: Encoders, width: int, config: ModelConfig, tokenizer: Tokenizer) -> None:
+    def __init__(self, encoders: Encoders, embed_dim: int, config: ModelConfig, tokenizer: Tokenizer) -> None:
         super().__init__()
-        self.width = width
+        self.embed_dim = embed_dim
         self.image = ImageTower(encoders.visual, config.pixels.mean, config.pixels.std)
         self.text = TextTower(encoders.text)
         self.decoder = encoders.text_decoder if isinstance(encoders, CoCa) else None
@@ -128,11 +129,11 @@ class ClipModel(nn.Module):
         """The transform from a picture's bytes to the image tower's pixels, as in open_clip's evaluation."""
         return EvalTransform(self.image_size, mode=self.pixels.resize_mode, interpolation=self.pixels.interpolation)
 
-    def rate_factors(self, config: ModelConfig) -> dict[str, float]:
+    def lr_factors(self, config: ModelConfig) -> dict[str, float]:
         """Factors of the learning rate by parameter; 1 for those that are missing. Raises UserError."""
         factors = {}
         for name_of_tower, tower, settings in (("image", self.image, config.image), ("text", self.text, config.text)):
-            for name, factor in rate_factors(tower.encoder, name_of_tower, settings).items():
+            for name, factor in lr_factors(tower.encoder, name_of_tower, settings).items():
                 factors[f"{name_of_tower}.encoder.{name}"] = factor
         return factors
 
@@ -166,33 +167,54 @@ def build_model(config: ModelConfig, *, lean: bool = True, tokenizer: Tokenizer 
 
     Raises UserError for an unknown architecture or weights that do not fit it.
     """
+    description = described_with_initial_values(config)
+    encoders = build_encoders(description, config.image_size)
+    if config.architecture:
+        check_encoders(encoders, description)
+    if isinstance(encoders, CoCa):
+        prepare_captioner(encoders, config)
+    load_weights(encoders, config)
+    if config.grad_checkpointing:
+        encoders.set_grad_checkpointing()
+    if lean:
+        make_lean(encoders)
+    tokenizer = tokenizer or tokenizer_of(config.name, description["text_cfg"])
+    model = ClipModel(encoders, description["embed_dim"], config, tokenizer)
+    for name, tower, settings in (("image", model.image, config.image), ("text", model.text, config.text)):
+        choose_what_trains(tower.encoder, name, settings, lora_rank=config.lora)
+        replace_linear_layers(tower)
+    return model.train()
+
+
+def described_with_initial_values(config: ModelConfig) -> dict[str, Any]:
+    """The model's description, with the initial logit scale and bias that the settings give. Raises UserError."""
     description = describe_model(config)
     if config.init_scale is not None:
         description["init_logit_scale"] = math.log(config.init_scale)
     if config.init_bias is not None:
         description["init_logit_bias"] = config.init_bias
-    encoders = build_encoders(description, config.image_size)
-    if config.architecture:
-        check_encoders(encoders, description)
+    return description
+
+
+def prepare_captioner(encoders: CoCa, config: ModelConfig) -> None:
+    """Initialise a captioner's decoder, and choose the attention mask of its text tower's class token."""
+    init_decoder(encoders.text_decoder)
+    mask = config.correct_cls_mask
+    encoders.text.correct_cls_mask = not config.weights if mask is None else mask
+
+
+def make_lean(encoders: Encoders) -> None:
+    """Replace the encoders' forward passes by shorter ones, where `models/lean.py` has one."""
+    encoders.visual = lean_encoder(encoders.visual)
+    embed_patches_by_product(encoders.visual)
+    encoders.text = lean_encoder(encoders.text)
     if isinstance(encoders, CoCa):
-        init_decoder(encoders.text_decoder)
-        mask = config.correct_cls_mask
-        encoders.text.correct_cls_mask = not config.weights if mask is None else mask
-    load_weights(encoders, config)
-    if config.grad_checkpointing:
-        encoders.set_grad_checkpointing()
-    if lean:
-        encoders.visual = lean_encoder(encoders.visual)
-        embed_patches_by_product(encoders.visual)
-        encoders.text = lean_encoder(encoders.text)
-        if isinstance(encoders, CoCa):
-            encoders.text_decoder = lean_encoder(encoders.text_decoder)
-    tokenizer = tokenizer or tokenizer_of(config.name, description["text_cfg"])
-    model = ClipModel(encoders, description["embed_dim"], config, tokenizer)
-    for name, tower, settings in (("image", model.image, config.image), ("text", model.text, config.text)):
-        if config.lora and settings.groups != 0:
-            lora.add_adapters(tower.encoder, name, config.lora, settings.groups or 0)
-        elif settings.groups is not None:
-            lock(tower.encoder, name, settings.groups)
-        replace_linear_layers(tower)
-    return model.train()
+        encoders.text_decoder = lean_encoder(encoders.text_decoder)
+
+
+def choose_what_trains(encoder: nn.Module, tower_name: str, settings: TowerConfig, *, lora_rank: int) -> None:
+    """Freeze the layers that do not train. With LoRA (`lora_rank` > 0) adapters train in the place of layers."""
+    if lora_rank and settings.groups != 0:
+        lora.add_adapters(encoder, tower_name, lora_rank, settings.groups or 0)
+    elif settings.groups is not None:
+        lock(encoder, tower_name, settings.groups)

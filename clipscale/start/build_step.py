@@ -46,7 +46,7 @@ def build_step(
     passes = build_passes(config, world, model, precision, chunk_sizes, loss, sorts_captions=sorts_captions)
     # The optimizer comes after the passes have wrapped the towers, because FSDP2 replaces parameters by sharded ones.
     optimizer = build_optimizer(
-        model, config.optim, is_sharded=config.launch.parallel != "ddp", scales=model.rate_factors(config.model)
+        model, config.optim, is_sharded=config.launch.parallel != "ddp", lr_factors=model.lr_factors(config.model)
     )
     return TrainStep(
         world=world,

@@ -14,7 +14,7 @@ from clipscale.data.loader.stream import TrainStream
 from clipscale.data.order import BatchShare
 from clipscale.data.shards.features import TeacherFeatures, find_teachers
 from clipscale.data.tokenizer import Tokenizer
-from clipscale.distributed.agreement import run_long_on_rank0, run_on_rank0
+from clipscale.distributed.agreement import run_on_rank0, run_on_rank0_with_heartbeat
 from clipscale.distributed.world import World
 from clipscale.models.flops import unbuilt_encoders
 from clipscale.run_folder.disk import check_room
@@ -40,7 +40,7 @@ def open_data(resolved: ResolvedRun, image_size: int, tokenizer: Tokenizer, worl
     """
     config = resolved.config
     show_task("opening the shards")
-    teachers = run_long_on_rank0(
+    teachers = run_on_rank0_with_heartbeat(
         world, lambda: find_teachers(config.data, config.distill.teachers, config.distill.scales)
     )
     share = BatchShare(config.batch, world.rank, world.size)
@@ -83,7 +83,7 @@ def open_train_stream(
         share,
         config.seed,
         position,
-        on_rank0=partial(run_long_on_rank0, world),
+        on_rank0=partial(run_on_rank0_with_heartbeat, world),
         limit_streams=resolved.limit_streams,
         teachers=teachers,
     )

@@ -15,7 +15,7 @@ from clipscale.config.model import ModelConfig
 from clipscale.config.stages import OptimizerPolicy, Stage
 from clipscale.config.train_config import TrainConfig, samples_of
 from clipscale.data.order import BatchShare
-from clipscale.distributed.agreement import run_long_on_rank0
+from clipscale.distributed.agreement import run_on_rank0_with_heartbeat
 from clipscale.distributed.world import World
 from clipscale.models.encoders import describe_model
 from clipscale.models.weights.load_weights import completed_by_weights
@@ -86,13 +86,15 @@ def resolve(config: TrainConfig, path: Path | None, world: World) -> ResolvedRun
     """
     resumed = checkpoint.read_description(path) if path else None
     if not config.model.name:  # the weights name it, before the stages replace parts of the model
-        config = replace(config, model=run_long_on_rank0(world, lambda: completed_by_weights(config.model, resumed)))
+        config = replace(
+            config, model=run_on_rank0_with_heartbeat(world, lambda: completed_by_weights(config.model, resumed))
+        )
     stages, index, is_stage_start = find_stage(config, resumed)
     stage_configs = config.stage_configs
     for each in stage_configs:
         check_machine(each, world)
     stage_config = stage_configs[index]
-    model = run_long_on_rank0(world, lambda: completed_by_weights(stage_config.model, resumed))
+    model = run_on_rank0_with_heartbeat(world, lambda: completed_by_weights(stage_config.model, resumed))
     if is_stage_start:
         given = stage_config.model
         model = replace(model, image_size=given.image_size, context_length=given.context_length)

@@ -10,7 +10,7 @@ from torch import Tensor
 from clipscale.loss.api import contrastive_loss, distillation_loss
 from clipscale.loss.distillation.distillation_objective import Teacher
 from clipscale.loss.objective import OBJECTIVES
-from clipscale.models.towers import ClipModel, unit_rows
+from clipscale.models.towers import ClipModel, l2_normalize
 
 # Truncated features (`feature_sizes`) are divided by their length, but by no less than this: their gradient grows by a
 # factor of at most 1,000.
@@ -86,8 +86,8 @@ class BatchLoss:
         with self.autocast():
             value = self._loss_of_size(image_features, text_features, targets)
             for size in self.feature_sizes:
-                images = unit_rows(image_features[:, :size], MIN_LENGTH)
-                texts = unit_rows(text_features[:, :size], MIN_LENGTH)
+                images = l2_normalize(image_features[:, :size], MIN_LENGTH)
+                texts = l2_normalize(text_features[:, :size], MIN_LENGTH)
                 value = value + self._loss_of_size(images, texts, targets)
             return value
 

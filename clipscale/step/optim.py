@@ -23,12 +23,12 @@ FUSED = ("adamw", "adam", "adagrad")
 
 
 def build_optimizer(
-    model: nn.Module, config: OptimConfig, *, is_sharded: bool = False, scales: Mapping[str, float] | None = None
+    model: nn.Module, config: OptimConfig, *, is_sharded: bool = False, lr_factors: Mapping[str, float] | None = None
 ) -> torch.optim.Optimizer:
     """The optimizer over the trainable parameters; see `parameter_groups`.
 
-    `is_sharded`: matrices and vectors are sharded, scalars are not. `scales`: factors of the learning rate, by the
-    parameter's name.
+    `is_sharded`: matrices and vectors are sharded, scalars are not. `lr_factors`: factors of the learning rate by the
+    parameter's name; 1 for those that are missing.
 
     Raises UserError for options that the optimizer does not take.
     """
@@ -47,7 +47,7 @@ def build_optimizer(
         )
     if config.name in FUSED and not options.keys() & {"foreach", "differentiable"}:
         options.setdefault("fused", True)  # one kernel for many tensors, without temporary tensors
-    groups = [{**group} for group in parameter_groups(model, config, scales or {})]
+    groups = [{**group} for group in parameter_groups(model, config, lr_factors or {})]
     with to_user_error(f"optim: {config.name} refuses its settings", "; look at optim.betas, eps, lr and options"):
         optimizer = timm.optim.create_optimizer_v2(
             groups, opt=config.name, lr=config.lr, momentum=config.betas[0], **options
@@ -129,10 +129,10 @@ class ParameterGroup(TypedDict):
     use_fallback: NotRequired[bool]
 
 
-def parameter_groups(model: nn.Module, config: OptimConfig, scales: Mapping[str, float]) -> list[ParameterGroup]:
+def parameter_groups(model: nn.Module, config: OptimConfig, lr_factors: Mapping[str, float]) -> list[ParameterGroup]:
     """Trainable parameters in four groups: matrices and embeddings with weight decay, vectors and scalars without.
 
-    A group is split further by the factors of the learning rate in `scales`.
+    A group is split further by the `lr_factors` of its parameters.
 
     Muon updates the matrices, and AdamW the parameters of all other groups, which are marked for it. Muon's orthogonal
     steps suit weights that multiply activations; token embeddings are only looked up. Position embeddings count as
@@ -145,9 +145,9 @@ def parameter_groups(model: nn.Module, config: OptimConfig, scales: Mapping[str,
         if not p.requires_grad:
             continue
         kind = parameter_kind(p, is_embedding=id(p) in embeddings)
-        scale = scales.get(name, 1.0)
+        lr_factor = lr_factors.get(name, 1.0)
         weight_decay = config.weight_decay if kind in (MATRIX, EMBEDDING) else 0.0
-        group = split.setdefault((kind, scale), {"params": [], "lr_scale": scale, "weight_decay": weight_decay})
+        group = split.setdefault((kind, lr_factor), {"params": [], "lr_scale": lr_factor, "weight_decay": weight_decay})
         if kind != MATRIX:
             group["use_fallback"] = True
         group["params"].append(p)

@@ -9,7 +9,7 @@ import torch
 
 from clipscale.common.errors import LoaderError, UserError
 from clipscale.distributed import agreement
-from clipscale.distributed.agreement import AgreedError, run_long_on_rank0, run_on_all_ranks, run_on_rank0
+from clipscale.distributed.agreement import AgreedError, run_on_all_ranks, run_on_rank0, run_on_rank0_with_heartbeat
 from clipscale.distributed.world import World
 from tests.support.checkpoints import ONE_RANK
 from tests.support.ranks import run_ranks
@@ -57,7 +57,7 @@ def test_an_error_of_the_only_rank_keeps_its_kind() -> None:
     with pytest.raises(LoaderError):
         run_on_all_ranks(ONE_RANK, fail)
     with pytest.raises(LoaderError):
-        run_long_on_rank0(ONE_RANK, fail)
+        run_on_rank0_with_heartbeat(ONE_RANK, fail)
 
 
 def fail_alone(rank: int, ranks: int) -> bool:
@@ -94,13 +94,13 @@ def wait_for_rank_0(rank: int, ranks: int) -> tuple[int, str]:
         return 5
 
     with pytest.raises(AgreedError) as raised:
-        run_long_on_rank0(world, fail)
-    result = run_long_on_rank0(world, work)
+        run_on_rank0_with_heartbeat(world, fail)
+    result = run_on_rank0_with_heartbeat(world, work)
     if rank == 0:
         time.sleep(2.5)
     else:
         with pytest.raises(RuntimeError):
-            run_long_on_rank0(world, work)
+            run_on_rank0_with_heartbeat(world, work)
     return result, str(raised.value)
 
 

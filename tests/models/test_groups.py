@@ -13,7 +13,7 @@ from clipscale.common import files
 from clipscale.common.errors import UserError
 from clipscale.config.model import ModelConfig, TowerConfig
 from clipscale.config.sections import OptimConfig, ScheduleConfig
-from clipscale.models.groups import layer_groups, lock, rate_factors
+from clipscale.models.groups import layer_groups, lock, lr_factors
 from clipscale.models.towers import build_model
 from clipscale.step.optim import Schedule, build_optimizer, set_lr
 
@@ -58,17 +58,17 @@ def test_a_tower_whose_blocks_have_unknown_names_is_refused(settings: dict[str, 
     asked = TowerConfig(**settings)
     with pytest.raises(UserError, match=r"model\.text: the blocks of ModuleDict are not known.*layer_decay=1"):
         lock(tower, "text", asked.groups or 0)
-        rate_factors(tower, "text", asked)
+        lr_factors(tower, "text", asked)
     lock(tower, "text", 0)
     assert not any(p.requires_grad for p in tower.parameters())
-    assert set(rate_factors(tower, "text", TowerConfig(lr_factor=0.5)).values()) == {0.5}
+    assert set(lr_factors(tower, "text", TowerConfig(lr_factor=0.5)).values()) == {0.5}
 
 
 def test_rates_are_multiplied_with_the_schedule_and_scale_the_step() -> None:
     settings = config(image=TowerConfig(lr_factor=0.5, layer_decay=0.25), text=TowerConfig(lr_factor=0.1))
     model = build_model(settings)
     plain = OptimConfig(name="momentum", lr=1.0, betas=(0.0, 0.0), weight_decay=0.0)
-    optimizer = build_optimizer(model, plain, scales=model.rate_factors(settings))
+    optimizer = build_optimizer(model, plain, lr_factors=model.lr_factors(settings))
     lr = Schedule.build(ScheduleConfig(warmup="10"), OptimConfig(lr=1.0), 1, 100, None, 0).lr(5)
     set_lr(optimizer, lr)
     rate = {id(p): group["lr"] for group in optimizer.param_groups for p in group["params"]}

@@ -20,7 +20,7 @@ from clipscale.config.train_config import TrainConfig
 from clipscale.data.shards.features import FEATURES_FILE, encoded_array
 from clipscale.distributed.world import World
 from clipscale.loss.reference import dense_contrastive_loss
-from clipscale.models.towers import ClipModel, build_model, unit_rows
+from clipscale.models.towers import ClipModel, build_model, l2_normalize
 from tests.data.files import picture, write_tar
 from tests.loss.dense_distillation import dense_distillation_loss
 from tests.support.gradients import gradients, whole
@@ -194,7 +194,7 @@ def dense_value(
     ]
     of_pairs, of_teachers = config.distill.weights if teachers else (1.0, 0.0)
     value = torch.zeros((), dtype=torch.float64)
-    shortened = [(unit_rows(images[:, :size]), unit_rows(texts[:, :size])) for size in config.loss.sizes]
+    shortened = [(l2_normalize(images[:, :size]), l2_normalize(texts[:, :size])) for size in config.loss.sizes]
     for image_rows, text_rows in [(images, texts), *shortened]:
         value = value + of_pairs * dense_contrastive_loss(
             image_rows,

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from clipscale.loss.reference import dense_contrastive_loss
-from clipscale.models.towers import ClipModel, unit_rows
+from clipscale.models.towers import ClipModel, l2_normalize
 from clipscale.step import batch_loss
 from clipscale.step.batch_loss import MIN_LENGTH, BatchLoss
 from tests.loss.dense_distillation import dense_distillation_loss
@@ -52,7 +52,7 @@ def test_a_feature_of_zeros_has_the_gradient_of_its_unit_row_a_million_times() -
     """A row is divided by at least 1e-6, and each of the two parts of its unit row by at least 1e-3."""
     raw = torch.randn(6, 8, generator=torch.Generator().manual_seed(0)) * torch.tensor([1, 1, 0, 1, 1, 1])[:, None]
     raw.requires_grad_()
-    unit = unit_rows(raw)
+    unit = l2_normalize(raw)
     unit.retain_grad()
     with_sizes()(unit, rows(1)).backward()
     assert raw.grad is not None and unit.grad is not None
@@ -63,7 +63,7 @@ def test_a_feature_of_zeros_has_the_gradient_of_its_unit_row_a_million_times() -
 def test_ordinary_rows_are_as_before_bit_for_bit() -> None:
     features = torch.randn(1000, 4, generator=torch.Generator().manual_seed(2)) * torch.logspace(-2, 3, 1000)[:, None]
     features = features[features.norm(dim=-1) > MIN_LENGTH]
-    assert torch.equal(unit_rows(features, MIN_LENGTH), F.normalize(features, dim=-1)) and len(features) > 900
+    assert torch.equal(l2_normalize(features, MIN_LENGTH), F.normalize(features, dim=-1)) and len(features) > 900
 
 
 @pytest.mark.parametrize("objective", ["softmax", "softmax_image", "sigmoid"])

@@ -33,7 +33,7 @@ def test_only_matrices_are_decayed_and_factors_scale_the_rate() -> None:
     model = small_model()
     model[0].bias.requires_grad_(False)
     config = OptimConfig(weight_decay=0.3)
-    optimizer = build_optimizer(model, config, scales={"0.weight": 0.5})
+    optimizer = build_optimizer(model, config, lr_factors={"0.weight": 0.5})
     set_lr(optimizer, 1.0)
     group_of = {id(p): group for group in optimizer.param_groups for p in group["params"]}
     trained = {name: group_of[id(p)] for name, p in model.named_parameters() if id(p) in group_of}

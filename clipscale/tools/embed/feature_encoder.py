@@ -62,7 +62,7 @@ class FeatureEncoder:
 
     def encode(self, tower: nn.Module, prepare: Callable[[list[T]], Tensor], inputs: Sequence[T | None]) -> np.ndarray:
         """A float32 feature row (n, D) for each picture's pixels, or each text; NaN for None."""
-        rows = np.full((len(inputs), self.model.width), np.nan, np.float32)
+        rows = np.full((len(inputs), self.model.embed_dim), np.nan, np.float32)
         usable = [x for x in inputs if x is not None]
         if usable:
             with torch.inference_mode(), self.precision.autocast():

@@ -28,7 +28,7 @@ def features_note(config: EmbedConfig, model: ClipModel, settings: ModelConfig) 
     note: FeaturesNote = {
         "model": settings.name,
         "weights": model.image.digest(),
-        "width": model.width,
+        "width": model.embed_dim,
         "dtype": config.dtype,
         "image_size": model.image_size,
         "mean": list(model.pixels.mean),

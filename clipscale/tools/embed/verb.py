@@ -27,7 +27,7 @@ from clipscale.data.shards.index import scan_shard
 from clipscale.data.shards.reader import ReadFailure, read_shard
 from clipscale.data.shards.requests import SourceError
 from clipscale.data.shards.writer import shard_writer
-from clipscale.distributed.agreement import run_long_on_rank0
+from clipscale.distributed.agreement import run_on_rank0_with_heartbeat
 from clipscale.distributed.join import destroy_world, init_world
 from clipscale.launch import local
 from clipscale.tools.embed.arrays import ShardEntry, array_path
@@ -62,9 +62,11 @@ def work(config: EmbedConfig) -> EmbedResult:
         torch.manual_seed(0)
         run = check_embed(config)
         model, settings, _ = load_run_or_weights(
-            run, config.which, config.weights, config.model, partial(run_long_on_rank0, world)
+            run, config.which, config.weights, config.model, partial(run_on_rank0_with_heartbeat, world)
         )
-        sources = run_long_on_rank0(world, lambda: write_note(config, out, features_note(config, model, settings)))
+        sources = run_on_rank0_with_heartbeat(
+            world, lambda: write_note(config, out, features_note(config, model, settings))
+        )
         encoder = feature_encoder(model, world.device, config.precision, config.data)
         share = list(sources.items())[world.rank :: world.size]
         shown = tracked(share, "embedding shards", len(share))

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from clipscale.common.record import Results
 from clipscale.common.terminal import Progress, is_main_rank, log_line, show_task
-from clipscale.distributed.agreement import run_long_on_rank0, run_on_all_ranks
+from clipscale.distributed.agreement import run_on_all_ranks, run_on_rank0_with_heartbeat
 from clipscale.distributed.join import destroy_world, init_world
 from clipscale.eval.run import Evaluation, ResultsFile, evaluate
 from clipscale.eval.suites import load_chosen_sets, suite_table
@@ -62,7 +62,7 @@ def work(config: EvalRunConfig) -> Results:
                     config.which,
                     config.eval.weights,
                     config.model,
-                    partial(run_long_on_rank0, world),
+                    partial(run_on_rank0_with_heartbeat, world),
                 ),
             )
             source = {"model": settings.name, "source": config.model.weights} | model_facts(config.model)

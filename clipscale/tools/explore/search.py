@@ -15,7 +15,7 @@ import torch
 from clipscale.common.errors import UserError
 from clipscale.common.ranks import OnRank0
 from clipscale.data.sample import BrokenSampleError
-from clipscale.distributed.agreement import run_long_on_rank0
+from clipscale.distributed.agreement import run_on_rank0_with_heartbeat
 from clipscale.distributed.join import init_world
 from clipscale.models.towers import ClipModel
 from clipscale.run_folder.paths import existing_run
@@ -87,7 +87,7 @@ class Explorer:
 def open_explorer(config: ExploreConfig) -> Explorer:
     """Load what the settings name. Raises UserError if the set has features of another model."""
     world = init_world(config.device)
-    model, title, embedded = load_matching(config, partial(run_long_on_rank0, world))
+    model, title, embedded = load_matching(config, partial(run_on_rank0_with_heartbeat, world))
     return Explorer(title, embedded, feature_encoder(model, world.device, config.precision, config.data))
 
 
@@ -102,7 +102,7 @@ def load_matching(config: ExploreConfig, on_rank0: OnRank0) -> tuple[ClipModel, 
     expected = {
         "weights": model.image.digest(),
         "text": model.text.digest(),
-        "width": model.width,
+        "width": model.embed_dim,
         "image_size": model.image_size,
         "resize": model.pixels.resize_mode,
     }

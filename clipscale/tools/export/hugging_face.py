@@ -15,7 +15,7 @@ from clipscale.common.record import Record
 from clipscale.common.terminal import print_line
 from clipscale.config.model import ModelConfig
 from clipscale.models.encoders import build_encoders
-from clipscale.models.towers import ClipModel, unit_rows
+from clipscale.models.towers import ClipModel, l2_normalize
 from clipscale.models.weights import hugging_face
 from clipscale.models.weights.renaming import Weights, from_transformers, to_transformers
 from clipscale.tools.export.open_clip import weights
@@ -70,7 +70,7 @@ def configuration(model: ClipModel) -> Record:
         model_type = "siglip"
         vision = transformer_config(visual.trunk.blocks, visual.trunk.norm)
         patch = visual.trunk.patch_embed.patch_size
-        words["projection_size"] = model.width
+        words["projection_size"] = model.embed_dim
     else:
         model_type = "clip"
         vision = transformer_config(visual.transformer.resblocks, visual.ln_post)
@@ -79,11 +79,11 @@ def configuration(model: ClipModel) -> Record:
         if model.logit_bias is not None:
             raise ValueError("CLIP has no logit bias")
     # CLIP's classes of one tower read only their own part, and assume a width of 512 if it gives none.
-    projection = {"projection_dim": model.width} if model_type == "clip" else {}
+    projection = {"projection_dim": model.embed_dim} if model_type == "clip" else {}
     return {
         "architectures": [f"{CLASSES[model_type]}Model"],
         "model_type": model_type,
-        "projection_dim": model.width,
+        "projection_dim": model.embed_dim,
         "vision_config": vision | projection | {"image_size": model.image_size, "patch_size": patch[0]},
         "text_config": words | projection,
     }
@@ -123,7 +123,7 @@ def check_same_features(model: ClipModel, config: Record, state: Weights) -> Non
         ("image", model.image.encoder, again.visual, pixels),
         ("text", text, again.text, tokens),
     ):
-        if not torch.allclose(unit_rows(ours(inputs)), unit_rows(theirs(inputs)), atol=1e-3):
+        if not torch.allclose(l2_normalize(ours(inputs)), l2_normalize(theirs(inputs)), atol=1e-3):
             raise ValueError(f"its {name} tower would have other features")
 
 

@@ -207,10 +207,10 @@ class DryRun:
             return round(high + (batch / size - 2) * (high - low))
         rows = batch, batch * self.texts_per_sample
         features = [
-            torch.empty(size, self.model.width).requires_grad_(trained) for size, trained in zip(rows, self.trained)
+            torch.empty(size, self.model.embed_dim).requires_grad_(trained) for size, trained in zip(rows, self.trained)
         ]
         if self.trains_captioner:
-            features = [torch.empty(batch, 2, self.model.width).requires_grad_()]
+            features = [torch.empty(batch, 2, self.model.embed_dim).requires_grad_()]
         self.tracker.take_peak()
         before = self.tracker.live
         self.step.cache.loss(
@@ -241,7 +241,7 @@ def dry_run(config: TrainConfig, world_size: int, capability: int | None, nodes:
         model = build_model(without_weights(config.model))
     exchange = config.loss.exchange
     if exchange == "auto":
-        exchange = exchange_of_batch(config, model.width, nodes, on_gpu=capability is not None)
+        exchange = exchange_of_batch(config, model.embed_dim, nodes, on_gpu=capability is not None)
         config = replace(config, loss=replace(config.loss, exchange=exchange))
     ranks_of_node = world_size // nodes
     image, text = (trained_names(tower.encoder) for tower in (model.image, model.text))

@@ -58,7 +58,7 @@ def give_memory(model: nn.Module) -> None:
 
 def assumed_teachers(config: TrainConfig, model: ClipModel) -> tuple[TeacherFeatures, ...]:
     """Teachers as wide as the model, in float16: a plan does not read the shards, which have their real widths."""
-    return tuple(TeacherFeatures(f"{name}.npy", model.width, "float16", 1.0) for name in config.distill.teachers)
+    return tuple(TeacherFeatures(f"{name}.npy", model.embed_dim, "float16", 1.0) for name in config.distill.teachers)
 
 
 def choose_foreach(optimizer: torch.optim.Optimizer) -> None:

@@ -83,7 +83,7 @@ class StepEstimate:
         whose outputs stay."""
         dry_run = self.dry_run
         features_per_row = 2 if dry_run.trains_captioner else 1
-        features = [rows * dry_run.model.width * FEATURE_BYTES * features_per_row for rows in self.rows]
+        features = [rows * dry_run.model.embed_dim * FEATURE_BYTES * features_per_row for rows in self.rows]
         gradients = [size if trained else 0 for size, trained in zip(features, dry_run.trained)]
         held = [self.held_bytes(i, features[i], kept[i]) for i in (0, 1)]
         held[0] += kept_images * dry_run.image_output_bytes

@@ -92,7 +92,7 @@ def step_time(
             plain += inputs * passes.forward
         second += inputs * passes.forward * share
     sweeps = OBJECTIVES[config.loss.objective].num_sweeps if any(has_second) else 1
-    scores = 2 * config.batch * dry_run.texts_per_sample * (dry_run.model.width + sum(config.loss.sizes))
+    scores = 2 * config.batch * dry_run.texts_per_sample * (dry_run.model.embed_dim + sum(config.loss.sizes))
     plain += (sweeps + sum(has_second)) * scores
     operations = config.batch / config.ranks * (plain + second)
     min_seconds = operations / (gpu.peak(config.precision) if gpu else 1)
