@@ -208,7 +208,7 @@ class TrainLoop:
         samples = self.stage.samples_after(self.step)
         description = replace(self.checkpoint_template, step=self.step, samples=samples, loss=self.loss)
         with stop_if_folder_removed(self.lock, self.world, self.saver.wait_for_save, self.step):
-            self.saver.save(gather_checkpoint_state(description, self.train_step, self.stream), wait=wait)
+            self.saver.save(gather_checkpoint_state(description, self.train_step, self.stream.position), wait=wait)
         self.saved_at = time.monotonic()
 
     def save_at_once(self) -> None:

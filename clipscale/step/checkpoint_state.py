@@ -1,6 +1,6 @@
 """The state of a step that a checkpoint holds: weights, optimizer, moving average (EMA), loss scale."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import cast
 
@@ -20,8 +20,7 @@ from clipscale.common.errors import UserError
 from clipscale.common.rng import RandomState
 from clipscale.common.terminal import log_warning
 from clipscale.config.stages import OptimizerPolicy
-from clipscale.data.loader.position import merge_positions
-from clipscale.data.loader.stream import TrainStream
+from clipscale.data.loader.position import DataPosition, merge_positions
 from clipscale.distributed.agreement import run_on_all_ranks
 from clipscale.distributed.fsdp import replicate_state, sharded_as
 from clipscale.models.weights.load_weights import fit_positions
@@ -29,15 +28,16 @@ from clipscale.step.train_step import TrainStep
 
 
 def gather_checkpoint_state(
-    description: CheckpointDescription, train_step: TrainStep, stream: TrainStream
+    description: CheckpointDescription, train_step: TrainStep, local_position: Callable[[], DataPosition]
 ) -> CheckpointState:
-    """A collective: `description` with the states of the step and of all ranks' streams, as a checkpoint holds them.
+    """A collective: `description` with the states of the step and of all ranks, as a checkpoint holds them.
 
-    The tensors are views, sharded as the weights are: the next step changes them. Raises UserError on every rank if a
-    position is not known.
+    The tensors are views, sharded as the weights are: the next step changes them.
+
+    `local_position()`: this rank's position in the data. If it raises UserError on a rank, all ranks raise that.
     """
     world = train_step.world
-    position = run_on_all_ranks(world, stream.position)
+    position = run_on_all_ranks(world, local_position)
     random = world.all_gather_object(RandomState.now(world.device))
     complete_description = replace(
         description,

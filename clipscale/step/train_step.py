@@ -13,7 +13,6 @@ from clipscale.common.errors import UserError, clear_frames
 from clipscale.common.rng import RandomState
 from clipscale.common.signals import Poll
 from clipscale.data.loader.host_batch import HostBatch
-from clipscale.data.loader.stream import TrainStream
 from clipscale.distributed.agreement import raise_on_all_ranks, run_on_all_ranks
 from clipscale.distributed.fsdp import reshard
 from clipscale.distributed.parallel import gradient_norm, sum_gradients
@@ -21,6 +20,7 @@ from clipscale.distributed.world import World
 from clipscale.models.towers import ClipModel
 from clipscale.step.batch_loss import LossOptions
 from clipscale.step.batch_passes import BatchPasses
+from clipscale.step.batch_stream import BatchStream
 from clipscale.step.cache.batch_norm import snapshot_batch_norm
 from clipscale.step.cache.grad_cache import GradCache
 from clipscale.step.ema import WeightEma
@@ -71,7 +71,7 @@ class TrainStep:
     is_updating: bool = False
 
     def run(
-        self, batch: HostBatch, stream: TrainStream, step: int, *, lr: float, wants_save: bool, before_chunk: Poll
+        self, batch: HostBatch, stream: BatchStream, step: int, *, lr: float, wants_save: bool, before_chunk: Poll
     ) -> StepResult:
         """One step, with the gradient of the whole global batch. A collective.
 
@@ -113,7 +113,7 @@ class TrainStep:
         )
 
     @contextmanager
-    def rollback_on_error(self, stream: TrainStream) -> Iterator[None]:
+    def rollback_on_error(self, stream: BatchStream) -> Iterator[None]:
         """Undo a step that an error or a signal ends, so that a resume repeats it bit for bit.
 
         Restores random states and the statistics of batch normalisation, and discards the batch, so that the stream's
@@ -176,7 +176,7 @@ class TrainStep:
 
     # ---- update ----
 
-    def check_and_update(self, loss: StepLoss, stream: TrainStream, step: int) -> StepScalars:
+    def check_and_update(self, loss: StepLoss, stream: BatchStream, step: int) -> StepScalars:
         """Update the weights, unless the loss or the norm is not finite (with fp16 only the norm counts). Returns both.
 
         A collective. Raises as `run` does.
@@ -204,7 +204,7 @@ class TrainStep:
         assert self.model.logit_scale.grad is not None
         self.model.logit_scale.grad.fill_(math.nan)
 
-    def raise_if_failed_or_diverged(self, scalars: StepScalars, stream: TrainStream, step: int) -> None:
+    def raise_if_failed_or_diverged(self, scalars: StepScalars, stream: BatchStream, step: int) -> None:
         """Raise the reason why the scalars are not finite. A collective.
 
         It is the error of a rank whose stream has failed and which has poisoned its gradients, or else divergence.

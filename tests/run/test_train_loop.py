@@ -169,9 +169,7 @@ class Loop:
         best: tuple[int, ...] = (),
     ) -> None:
         self.diary: list[str] = []
-        stream = Part(
-            self.diary, "stream", next_batch=Batch, set_poll=lambda poll: None, raise_failure=lambda: None, waited_s=0
-        )
+        stream = Part(self.diary, "stream", next_batch=Batch, set_poll=lambda poll: None, position=lambda: None)
         self.step = Step(self.diary, lambda number: during(self, number), saves_after)
         parts: dict[str, Any] = {
             "train_step": self.step,
