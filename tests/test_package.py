@@ -112,7 +112,6 @@ def test_files_that_a_file_opens_by_naming_are_in_its_folder_or_have_their_path(
 
 # Words with one meaning in the whole package -> the type of what they name; perhaps `| None`. See glossary.md.
 TYPE_OF_WORD = {
-    "agreement": "StepAgreement",
     "before_chunk": "Poll",
     "chunk_sizes": "ChunkSizes",
     "backend_name": "str",
@@ -123,6 +122,7 @@ TYPE_OF_WORD = {
     "is_last_backward": "bool",
     "keep_bytes": "float",
     "local_batch": "int",
+    "next_step_sync": "NextStepSync",
     "objective_name": "str",
     "poll": "Poll",
     "run_dir": "Path",

@@ -14,7 +14,6 @@ from clipscale.distributed.parallel import wrap
 from clipscale.distributed.world import World
 from clipscale.loss.objective import OBJECTIVES
 from clipscale.models.towers import ClipModel
-from clipscale.step.agreed_inputs import AgreedInputs
 from clipscale.step.batch_loss import BatchLoss
 from clipscale.step.batch_passes import BatchPasses, TwoTowerPasses
 from clipscale.step.cache.grad_cache import GradCache
@@ -23,6 +22,7 @@ from clipscale.step.ema import WeightEma
 from clipscale.step.optim import build_optimizer
 from clipscale.step.pair_encoder import wrapped_pair_encoder
 from clipscale.step.precision import Precision
+from clipscale.step.tower_inputs import TowerInputs
 from clipscale.step.train_step import TrainStep
 
 
@@ -40,7 +40,7 @@ def build_step(
 
     Here the settings of a step end: what it calls gets plain values, or its own section.
 
-    `sorts_captions`: see AgreedInputs. Raises UserError.
+    `sorts_captions`: see TowerInputs. Raises UserError.
     """
     loss = build_loss(config, model, precision, teachers)
     passes = build_passes(config, world, model, precision, chunk_sizes, loss, sorts_captions=sorts_captions)
@@ -92,7 +92,7 @@ def build_passes(
 ) -> BatchPasses:
     """The two passes of the towers, or of a captioner's encoder of pairs, wrapped for several ranks. A collective."""
     parallel = config.launch.parallel
-    inputs = AgreedInputs(
+    inputs = TowerInputs(
         world,
         stays_on_device=config.offload == "none",
         sorts_captions=sorts_captions,

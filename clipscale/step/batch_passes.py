@@ -14,9 +14,9 @@ from clipscale.common.batch import TextLayout
 from clipscale.common.signals import Poll
 from clipscale.data.loader.host_batch import HostBatch
 from clipscale.data.loader.to_device import TextLoader
-from clipscale.step.agreed_inputs import AgreedInputs, StepAgreement
 from clipscale.step.cache.grad_cache import GradCache
 from clipscale.step.step_loss import StepLoss
+from clipscale.step.tower_inputs import NextStepSync, TowerInputs
 
 
 class EncodedBatch(NamedTuple):
@@ -33,16 +33,16 @@ class BatchPasses(ABC):
     """A batch's two passes, and its loss: `TwoTowerPasses` or `CaptionerPasses`."""
 
     cache: GradCache
-    inputs: AgreedInputs
+    inputs: TowerInputs
 
     @property
     def sorts_captions(self) -> bool:
-        """Whether texts, or a captioner's pairs, are sorted by length; see `AgreedInputs`."""
+        """Whether texts, or a captioner's pairs, are sorted by length; see `TowerInputs`."""
         return self.inputs.sorts_captions
 
     @abstractmethod
     def encode(self, batch: HostBatch, before_chunk: Poll) -> EncodedBatch:
-        """First pass. A collective if the ranks must agree on a count (see `AgreedInputs`).
+        """First pass. A collective if a number of all ranks is not known yet (see `TowerInputs`).
 
         `before_chunk`: called before each chunk, as in `replay`.
         """
@@ -52,12 +52,12 @@ class BatchPasses(ABC):
         """The features of images and of each image's first caption, (N, D) each. `features`: see `EncodedBatch`."""
 
     @abstractmethod
-    def start_agreement(self, upcoming: HostBatch | None, *, wants_save: bool) -> StepAgreement:
-        """Begin the agreement on the next step; see `AgreedInputs.start_agreement`. A collective."""
+    def start_next_step_sync(self, upcoming: HostBatch | None, *, wants_save: bool) -> NextStepSync:
+        """Send the ranks' message about the next step; see `TowerInputs.start_next_step_sync`. A collective."""
 
-    def discard_agreement(self) -> None:
-        """Discard the agreement on the next batch, because that batch or the one before it is discarded."""
-        self.inputs.discard_agreement()
+    def discard_next_step_sync(self) -> None:
+        """Discard the message about the next batch, because that batch or the one before it is discarded."""
+        self.inputs.discard_next_step_sync()
 
     @abstractmethod
     def replay(self, before_chunk: Poll) -> None:
@@ -83,8 +83,8 @@ class TwoTowerPasses(BatchPasses):
         images, texts = features
         return images, texts[self.text_layout.first_captions(len(images))]
 
-    def start_agreement(self, upcoming: HostBatch | None, *, wants_save: bool) -> StepAgreement:
-        return self.inputs.start_agreement(upcoming, self.cache.chunks[1], wants_save=wants_save)
+    def start_next_step_sync(self, upcoming: HostBatch | None, *, wants_save: bool) -> NextStepSync:
+        return self.inputs.start_next_step_sync(upcoming, self.cache.chunks[1], wants_save=wants_save)
 
     def replay(self, before_chunk: Poll) -> None:
         self.cache.replay(before_chunk)

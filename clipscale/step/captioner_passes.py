@@ -15,9 +15,9 @@ from clipscale.common.signals import Poll
 from clipscale.data.loader.host_batch import HostBatch
 from clipscale.data.loader.to_device import Images
 from clipscale.models.captioner import count_caption_labels
-from clipscale.step.agreed_inputs import StepAgreement
 from clipscale.step.batch_passes import BatchPasses, EncodedBatch
 from clipscale.step.step_loss import StepLoss
+from clipscale.step.tower_inputs import NextStepSync
 
 
 @dataclass
@@ -57,9 +57,11 @@ class CaptionerPasses(BatchPasses):
         [pairs] = features
         return pairs[:, 0], pairs[:, 1]
 
-    def start_agreement(self, upcoming: HostBatch | None, *, wants_save: bool) -> StepAgreement:
+    def start_next_step_sync(self, upcoming: HostBatch | None, *, wants_save: bool) -> NextStepSync:
         labels = local_caption_labels(upcoming) if upcoming else 0
-        return self.inputs.start_agreement(upcoming, self.cache.chunks[0], wants_save=wants_save, caption_labels=labels)
+        return self.inputs.start_next_step_sync(
+            upcoming, self.cache.chunks[0], wants_save=wants_save, caption_labels=labels
+        )
 
     def replay(self, before_chunk: Poll) -> None:
         self.cache.replay(before_chunk, chunk_loss_weight=self.caption_weight / self.num_labels)

@@ -99,13 +99,13 @@ class TrainStep:
             del features
         with self.phase(timer, "replay", step):
             # The message travels during the replay.
-            agreement = self.passes.start_agreement(stream.upcoming(), wants_save=wants_save)
+            next_step_sync = self.passes.start_next_step_sync(stream.upcoming(), wants_save=wants_save)
             self.passes.replay(before_chunk)
         with self.phase(timer, "optim", step):
             scalars = self.check_and_update(self.passes.step_loss(loss), stream, step)
         return StepResult(
             scalars=scalars,
-            wants_save=agreement.facts.wants_save,
+            wants_save=next_step_sync.result.wants_save,
             timer=timer,
             waited_s=stream.waited_s - waited_before,
             widths=texts.widths(),
@@ -130,7 +130,7 @@ class TrainStep:
             random.restore()
             restore_statistics()
             stream.discard_last_batch()
-            self.passes.discard_agreement()
+            self.passes.discard_next_step_sync()
             reshard(self.model)  # the error may have left FSDP2's weights gathered
             raise
 

@@ -10,11 +10,11 @@ from clipscale.data.shards.features import TeacherFeatures
 from clipscale.data.tokenizer import Padding
 from clipscale.distributed.parallel import wrap
 from clipscale.distributed.world import World
-from clipscale.step.agreed_inputs import AgreedInputs
 from clipscale.step.batch_loss import BatchLoss
 from clipscale.step.batch_passes import TwoTowerPasses
 from clipscale.step.cache.grad_cache import GradCache
 from clipscale.step.precision import Precision
+from clipscale.step.tower_inputs import TowerInputs
 from clipscale.step.train_step import StepResult, TrainStep
 from tests.support.checkpoints import ONE_RANK
 from tests.support.towers import PIXELS, TOKENS, captioned, small_model
@@ -41,7 +41,7 @@ def small_step(
         autocast=formats.autocast,
         scaler=formats.scaler,
     )
-    inputs = AgreedInputs(world, stays_on_device=False, sorts_captions=True)
+    inputs = TowerInputs(world, stays_on_device=False, sorts_captions=True)
     return TrainStep(
         world=world,
         model=model,

@@ -35,13 +35,13 @@ from clipscale.distributed.world import World
 from clipscale.loss.reference import dense_contrastive_loss
 from clipscale.models.towers import ClipModel
 from clipscale.start.build_step import build_step
-from clipscale.step.agreed_inputs import AgreedInputs
 from clipscale.step.cache import kept_graphs
 from clipscale.step.cache.cast_weights import CastWeights
 from clipscale.step.cache.grad_cache import GradCache
 from clipscale.step.cache.kept_graphs import GraphBudget
 from clipscale.step.captioner_passes import CaptionerPasses
 from clipscale.step.precision import Precision
+from clipscale.step.tower_inputs import TowerInputs
 from clipscale.step.train_step import TrainStep
 from tests.loss.dense_distillation import dense_distillation_loss
 from tests.step.steps import host_batch, run_step
@@ -158,7 +158,7 @@ def captioner_passes(chunk_loss: Tensor | None, labels: int = 4, weight: float =
     """Passes after a replay of captions with so many labels."""
     cache = GradCache([nn.Identity()], torch.sum, chunks=1)
     cache.chunk_loss = chunk_loss
-    inputs = AgreedInputs(ONE_RANK, stays_on_device=False, sorts_captions=False)
+    inputs = TowerInputs(ONE_RANK, stays_on_device=False, sorts_captions=False)
     return CaptionerPasses(cache, inputs, weight, frozen_images=None, autocast=nullcontext, num_labels=labels)
 
 

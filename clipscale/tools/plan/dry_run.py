@@ -92,7 +92,7 @@ class DryRun:
     # The teachers of the distillation.
     teachers: tuple[TeacherFeatures, ...]
     # The share of the context's tokens that the text tower computes for an average caption: 1, or less if captions are
-    # sorted by their length (see `AgreedInputs`).
+    # sorted by their length (see `TowerInputs`).
     caption_share: float
     # FLOPs of a picture, and of a caption as long as the context.
     flops: tuple[PassFlops, PassFlops]
