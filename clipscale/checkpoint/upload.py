@@ -85,8 +85,8 @@ class CheckpointUploader:
 
         Returns whether the store has the state. A warning says if it lacks the state.
 
-        `result`: what a complete run returns. It is copied last, as result.json. The caller writes it into the
-        run's folder if this returns true. Without it, the same command starts again and copies again.
+        `result`: what a complete run returns. It is copied last, as result.json. If this returns true, the
+        caller also writes it into the run's folder. If not, that file is missing, and the same command copies again.
         """
         self.result = result
         self.request()

@@ -18,7 +18,7 @@ class Goal(NamedTuple):
 
     @classmethod
     def parse(cls, key: str, text: str) -> Self:
-        """Raises UserError, with the setting's `key`, for another form."""
+        """Raise UserError, with the setting's `key`, for another form."""
         label, _, metric = text.rpartition("/")
         if not label or not metric:
             raise UserError(f"{key}={text}: give SET/METRIC, as imagenet1k/top1")

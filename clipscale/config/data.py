@@ -18,7 +18,7 @@ class AugmentConfig:
     flip: float = setting(0.0, "Probability of a horizontal flip.", least=0, most=1)
 
     def check(self) -> None:
-        """Raises UserError for ranges that end before they begin."""
+        """Raise UserError for ranges that end before they begin."""
         for name, (low, high) in (("scale", self.scale), ("ratio", self.ratio)):
             if low > high:
                 raise UserError(f"data.augment.{name}=[{low:g},{high:g}]: give the lower end first")
@@ -103,7 +103,7 @@ class DataConfig:
         return TextLayout(self.captions_per_step, self.negatives_per_step if self.negatives else 0)
 
     def check(self) -> None:
-        """Raises UserError for captions and conditions that cannot be read, and for weights."""
+        """Raise UserError for captions and conditions that cannot be read, and for weights."""
         self.check_weights()
         if self.only_keys is not None and self.sample_weights is not None:
             raise UserError("data.only_keys and data.sample_weights exclude each other; give weights of 0")
@@ -123,7 +123,7 @@ class DataConfig:
             )
 
     def check_weights(self) -> None:
-        """Raises UserError for other weights than sources, and for negative ones."""
+        """Raise UserError for other weights than sources, and for negative ones."""
         if self.weights is None or self.train is None:
             return
         weights = list(self.weights)

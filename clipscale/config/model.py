@@ -38,7 +38,7 @@ class TowerConfig:
         return 0 if self.train == "none" else parse_count(self.train)
 
     def check(self) -> None:
-        """Raises UserError for another form of `train`."""
+        """Raise UserError for another form of `train`."""
         if not re.fullmatch(r"all|none|\d+", self.train):
             raise UserError(
                 f"model.image.train or model.text.train={self.train}: give all, none, or a number of groups"
@@ -149,7 +149,7 @@ class ModelConfig:
         return dataclass_from(Preprocess, self.preprocess, "model.preprocess.")
 
     def check(self) -> None:
-        """Raises UserError for a wrong `preprocess`, an incomplete `architecture`, and a name that open_clip does not
+        """Raise UserError for a wrong `preprocess`, an incomplete `architecture`, and a name that open_clip does not
         know."""
         _ = self.pixels
         self.check_parts()

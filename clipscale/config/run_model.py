@@ -29,7 +29,7 @@ class RunModel:
         return self.step or self.checkpoint
 
     def check(self) -> None:
-        """Raises UserError where two checkpoints are given."""
+        """Raise UserError where two checkpoints are given."""
         if self.step and self.checkpoint not in ("latest", self.step):
             raise UserError(f"step={self.step} and checkpoint={self.checkpoint} are two; give one of them")
 

@@ -91,7 +91,7 @@ class CheckpointConfig:
         return count, 0.0
 
     def check(self) -> None:
-        """Raises UserError for another form of `every`, and of `best`."""
+        """Raise UserError for another form of `every`, and of `best`."""
         _ = self.interval
         if self.best:
             Goal.parse("checkpoint.best", self.best)
@@ -120,7 +120,7 @@ class SweepConfig:
     )
 
     def check(self) -> None:
-        """Raises UserError for another form of `metric`."""
+        """Raise UserError for another form of `metric`."""
         if self.metric:
             Goal.parse("sweep.metric", self.metric)
 
@@ -143,7 +143,7 @@ class OptimConfig:
     options: dict[str, object] = setting({}, "Further keyword arguments of timm's factory.")
 
     def check(self) -> None:
-        """Raises UserError for a name that timm does not know."""
+        """Raise UserError for a name that timm does not know."""
         if self.name not in SHARDABLE_OPTIMIZERS and not has_optimizer(self.name):
             meant = did_you_mean(self.name, optimizers_in_file() or optimizers())
             raise UserError(f"optim.name={self.name!r} is not one of timm's{meant}")
@@ -159,7 +159,7 @@ class ScheduleConfig:
     final: float = setting(0.0, "Learning rate at the end, as a share of the peak.", least=0)
 
     def check(self) -> None:
-        """Raises UserError for other forms of steps, and for more than the whole run."""
+        """Raise UserError for other forms of steps, and for more than the whole run."""
         for name, text in (("warmup", self.warmup), ("cooldown", self.cooldown)):
             _, count, unit = parse_length(f"schedule.{name}", text)
             if unit == "%" and float(count) > 100:
@@ -205,7 +205,7 @@ class CacheConfig:
             raise UserError(f"cache.keep={self.keep}: give none, auto, or bytes such as 8G") from None
 
     def check(self) -> None:
-        """Raises UserError for other forms of sizes and bytes."""
+        """Raise UserError for other forms of sizes and bytes."""
         _ = self.sizes, self.keep_bytes
 
 
@@ -257,7 +257,7 @@ class DistillConfig:
     )
 
     def check(self) -> None:
-        """Raises UserError for a teacher that is named twice, a wrong number of scales, and weights that are all 0."""
+        """Raise UserError for a teacher that is named twice, a wrong number of scales, and weights that are all 0."""
         if len({*self.teachers}) < len(self.teachers):
             raise UserError(f"distill.teachers={self.teachers}: name each teacher once")
         if self.teachers and self.scales is not None and len(self.scales) != len(self.teachers):
@@ -293,7 +293,7 @@ class SinkConfig:
         return mode
 
     def check(self) -> None:
-        """Raises UserError for an unknown mode in the environment."""
+        """Raise UserError for an unknown mode in the environment."""
         _ = self.wandb_mode
 
 
@@ -321,7 +321,7 @@ class EvalConfig:
     weights: str = setting("trained", WEIGHTS_HELP, choices=WEIGHTS)
 
     def check(self) -> None:
-        """Raises UserError for evaluations without sets."""
+        """Raise UserError for evaluations without sets."""
         if self.every and not self.has_sets:
             raise UserError(f"eval.every={self.every}: nothing to evaluate; give eval.sets=FOLDER")
 

@@ -149,8 +149,8 @@ class Epochs:
     """Each sample exactly once an epoch.
 
     Every epoch puts the shards in a random order. Stream l reads samples [bounds[l] S / B, bounds[l+1] S / B) of their
-    concatenation. In the first epoch all streams end within one sample of each other, whatever B mod L is. Later they
-    may drift apart.
+    concatenation. In the first epoch all streams end within one sample of each other, even if L does not divide B.
+    Later they may drift apart.
 
     A share that is not a whole number is rounded the same way in every epoch. A stream with a share of 10.5 samples may
     read 10 of them in each epoch. Then it ends its epochs 5 % sooner than the average stream, and its samples come 5 %

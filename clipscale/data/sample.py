@@ -92,7 +92,8 @@ class RawSample:
     repeat: int = 0
     # Probability that the sample appears in an epoch, from 1 on always.
     keep_probability: float = 1.0
-    # Extensions of members that are not read, because KEY ended at an earlier dot of their names: 2024.jpg, 2024.txt.
+    # Extensions with a dot, such as 2024.jpg of IMG.2024.jpg. A key ends at the first dot of a name, so these members
+    # are not read.
     dotted_extensions: list[str] = field(default_factory=list, repr=False)
     # The json member, kept only until a subset has looked up the uid in it. Empty where no subset needs it.
     json_bytes: bytes = field(default=b"", repr=False)

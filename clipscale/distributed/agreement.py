@@ -46,9 +46,9 @@ def run_on_rank0(world: World, work: Callable[[], T]) -> T:
 def run_on_rank0_with_heartbeat(world: World, work: Callable[[], T]) -> T:
     """`run_on_rank0` for work that may last as long as a network: copies, weights, counts. A collective.
 
-    Meanwhile a thread of rank 0 sends heartbeats. If its process ends, the others fail at once; if it is frozen, after
-    `World.timeout`. If `work` itself never returns, the heartbeats go on and the others wait for ever: give such
-    work a time limit of its own.
+    Meanwhile a thread of rank 0 sends heartbeats. If rank 0's process ends, the other ranks fail at once. If it is
+    frozen, they fail after `World.timeout`. If `work` itself never returns, the heartbeats go on and the others wait
+    for ever: give such work a time limit of its own.
     """
     if world.size == 1:
         return work()

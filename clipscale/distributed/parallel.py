@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from clipscale.common.modules import trains
+from clipscale.common.modules import is_trainable
 from clipscale.distributed.fsdp import ZERO_STAGES, shard_tower
 from clipscale.distributed.world import World
 
@@ -30,7 +30,7 @@ def wrap(world: World, tower: nn.Module, parallel: str, dtype: torch.dtype) -> n
     A frozen tower is returned as it is. Batch normalisation is synchronised on GPUs; torch cannot on CPUs. FSDP2
     (`zero2`, `zero3`) changes the module in place; `dtype`: see shard_tower.
     """
-    if world.size == 1 or not trains(tower):
+    if world.size == 1 or not is_trainable(tower):
         return tower
     if world.device.type == "cuda":
         tower = convert_sync_batchnorm(tower)

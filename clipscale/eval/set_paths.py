@@ -8,7 +8,7 @@ from clipscale.config.sections import EvalConfig
 
 
 def check_set_paths(config: EvalConfig, rendered: Iterable[str] = ()) -> None:
-    """Raises UserError for sets that do not exist, except those in `rendered`, which the start makes."""
+    """Raise UserError for sets that do not exist, except those in `rendered`, which the start makes."""
     for path in sorted(set(config.sets).difference(rendered)):
         if not Path(path).expanduser().exists():
             raise UserError(f"eval.sets: {path} does not exist; give the folder of a set, or a caption file")

@@ -85,7 +85,7 @@ def launch(
         if ranks.under_launcher():
             return run_under_torchrun(config, main, prepare)
         terminal.show_task("loading torch")
-        count = num_workers(config)
+        count = num_processes(config)
         if count == 1 and not isolated:
             prepare(config)
             if check_plan:
@@ -95,7 +95,7 @@ def launch(
     return launch_workers(count, config, WorkerTask(main, prepare, check_plan, stop_suffix))
 
 
-def num_workers(config: LaunchSettings) -> int:
+def num_processes(config: LaunchSettings) -> int:
     """Processes of the run on this machine. Raises UserError if they cannot share a training batch evenly."""
     import torch
 

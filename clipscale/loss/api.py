@@ -73,8 +73,8 @@ def contrastive_loss(  # noqa: PLR0913 - each keyword of the public function sta
             similarities (n, m), pair by pair. It is called with one tile at a time: in training twice by a
             softmax, once by the sigmoid. Its parameters get their gradient too.
         exchange: how the ranks share their rows. With one rank all choices are equivalent.
-            auto: gather if that takes little memory (on CPUs of one node never); else ring in one node, and nodes
-                across several.
+            auto: gather if that takes little memory. Otherwise ring in one node, and nodes across several. The CPUs of
+                one node always take ring.
             replicated: CLIP's. Gather both sides; the whole loss on every rank.
             local: OpenCLIP's. Two one-sided losses of this rank's rows.
             gather: all-gather of the texts, reduce-scatter of their gradients (DisCo-CLIP).

@@ -189,7 +189,7 @@ def backward_sweep(
         bias, module   the backend's sums, in `parameters`
 
     Gradients of features have the features' type. A pairwise objective computes them in the forward pass, and the
-    backward pass scales them later. float16 lacks the range for that, so those of float16 features are float32.
+    backward pass scales them later. Until then the gradients of float16 features are float32, whose range suffices.
     """
     images, texts, *shared = inputs
     parameters = parameters_with_sums(shared, needs)

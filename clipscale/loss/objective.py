@@ -1,7 +1,7 @@
 """The objectives of `contrastive_loss` and of the setting `loss.objective`. Imports no torch.
 
-docs/contributing/how-to-add.md says how to add one. `Distillation` holds numbers of a call, so it has a file of its
-own (distillation/distillation_objective.py) and is not in OBJECTIVES.
+docs/contributing/how-to-add.md says how to add one. `Distillation` is not in OBJECTIVES: it is made for
+each call, with that call's teachers (distillation/distillation_objective.py).
 """
 
 from dataclasses import dataclass

@@ -1,7 +1,8 @@
 """Hardware hooks of the loss: GPU or not, tile shapes, kernel launches, the process group.
 
-The loss takes them from `current_runtime()`. Three callers replace it, by `running_on`: a run (`train.py`), for the
-timeout of its groups; `clipscale plan`, by a `DryRunRuntime`, which computes nothing; and tests, which choose tiles.
+The loss asks `current_runtime()` for them. Three callers set another one, with `running_on`: a run (`train.py`), for
+the timeout of its groups; `clipscale plan`, by a `DryRunRuntime`, which computes nothing; and tests, which choose
+tiles.
 """
 
 import contextlib

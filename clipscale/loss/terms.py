@@ -40,7 +40,8 @@ def make_terms(
     runtime: LossRuntime,
 ) -> list[LossTerm]:
     """A collective: the terms of the exchange of this name. `comm`: None in a group of one."""
-    is_paired = isinstance(similarity, DotProduct) and inputs.is_paired  # else `replicated` and `local` are `gather`
+    # Without as many texts as images, or with a module, `replicated` and `local` are the same as `gather`.
+    is_paired = isinstance(similarity, DotProduct) and inputs.is_paired
     if exchange_name == "replicated" and is_paired and comm is not None:
         return replicated_terms(objective, inputs, comm, runtime)
     if not objective.reads_hard_negatives:

@@ -66,17 +66,17 @@ class ImageTower(Tower):
         self.register_buffer("std", 255 * torch.tensor(std).view(3, 1, 1), persistent=False)
         convolutions = sum(isinstance(module, nn.Conv2d) for module in encoder.modules())
         # Memory layout of the pixels. Convolutional networks pass it on to their layers; channels last is faster there.
-        self.layout = torch.channels_last if convolutions > 1 else torch.contiguous_format
+        self.memory_format = torch.channels_last if convolutions > 1 else torch.contiguous_format
 
     def encoder_inputs(self, inputs: Tensor) -> Tensor:
         if not inputs.is_cuda:
-            return ((inputs - self.mean) / self.std).contiguous(memory_format=self.layout)
+            return ((inputs - self.mean) / self.std).contiguous(memory_format=self.memory_format)
         is_cast = torch.is_autocast_enabled("cuda")
         return self.normalised(inputs, torch.get_autocast_dtype("cuda") if is_cast else self.mean.dtype)
 
     def normalised(self, pixels: Tensor, dtype: torch.dtype) -> Tensor:
         """`(pixels - mean) / std` in one kernel, in the type that the patch embedding computes in."""
-        out = torch.empty_like(pixels, dtype=dtype, memory_format=self.layout)
+        out = torch.empty_like(pixels, dtype=dtype, memory_format=self.memory_format)
         return torch.addcmul(-self.mean / self.std, pixels, 1 / self.std, out=out)
 
 

@@ -40,8 +40,8 @@ class RunLock:
     def acquire(self) -> None:
         """Make the run's folder, and take its lock. Waits a short time for another holder.
 
-        Then removes the half-written files of a dead run. But where the file system has no locks they stay: a run that
-        goes on may be writing them. Raises FolderInUseError if another run keeps the lock.
+        Then removes the half-written files of a dead run. On a file system without locks it removes none,
+        because another run may still be writing them. Raises FolderInUseError if another run keeps the lock.
         """
         self.has_made_folder |= not self.run_dir.exists()
         make_folder(self.run_dir)
@@ -100,7 +100,7 @@ def wait_until_free(run_dir: Path) -> None:
 def wait_for_flock(file: IO[str], run_dir: Path) -> bool:
     """Take `flock` on a run's lock file. Waits a short time for another holder, and raises FolderInUseError after it.
 
-    Returns whether it was taken: some file systems have no locks. That is a warning.
+    Returns whether the lock was taken. On a file system without locks it was not, and a warning says so.
     """
     deadline = time.monotonic() + WAIT_S
     has_announced = False

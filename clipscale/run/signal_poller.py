@@ -27,8 +27,8 @@ class SignalPoller:
     """Records a scheduler's warning or Ctrl-C. A later call of `poll` raises SignalError, on all ranks at the same
     call, so that the run can save. With one process it is the next call.
 
-    Warnings are SIGTERM, SIGUSR1, and SIGHUP, which a closed terminal sends, unless the run was started to ignore it.
-    A later Ctrl-C raises KeyboardInterrupt. Works in the main thread only.
+    Warnings are SIGTERM, SIGUSR1 and SIGHUP. A closed terminal sends SIGHUP; a run started by nohup ignores it. A later
+    Ctrl-C raises KeyboardInterrupt. Works in the main thread only.
     """
 
     def __init__(self, world: World) -> None:

@@ -1,4 +1,4 @@
-"""Ends work at a signal where nothing is to be saved, such as a start. Imports no torch.
+"""Ends work that has nothing to save, such as a start, when a signal comes. Imports no torch.
 
 A loop, which has steps to save, ends by a `SignalPoller` (`signal_poller.py`).
 """
@@ -24,8 +24,8 @@ HANDLER_WITHIN_S = 1.0
 LEAVE_WITHIN_S = 15.0
 # After a signal a run saves, and then waits about this many seconds at most for the checkpoint's copy.
 COPY_WITHIN_S = 60
-# Seconds after a signal in which workers may save and copy. Then the launcher kills them. So a save has 90 s before it
-# takes from the copy's time. torch 2.11 always gives workers 30 s.
+# The launcher kills workers this many seconds after a signal. They save first. A save of more than 90 s leaves less
+# than COPY_WITHIN_S for the copy. torch 2.11 kills them after 30 s, whatever this says.
 SHUTDOWN_S = 90 + COPY_WITHIN_S
 
 

@@ -55,7 +55,7 @@ def build(resolved: ResolvedRun, world: World) -> BuiltRun:
     data = open_data(resolved, image_size, tokenizer, world)
     with ExitStack() as undo:
         undo.callback(data.stream.close)
-        model, precision = build_trained_model(resolved, tokenizer, world)
+        model, precision = build_model_to_train(resolved, tokenizer, world)
 
         # Measured before `build_step` wraps the towers: the ranks may try different numbers of sizes. Under FSDP2 each
         # try would be a collective, and a rank with one more would hang.
@@ -83,7 +83,7 @@ def build(resolved: ResolvedRun, world: World) -> BuiltRun:
 # ---- model, and its chunk sizes ----
 
 
-def build_trained_model(resolved: ResolvedRun, tokenizer: Tokenizer, world: World) -> tuple[ClipModel, Precision]:
+def build_model_to_train(resolved: ResolvedRun, tokenizer: Tokenizer, world: World) -> tuple[ClipModel, Precision]:
     """The model with its initial weights, on this rank's device, and the precision it trains in. A collective."""
     config = resolved.config
     show_task("building the model")

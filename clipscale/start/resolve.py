@@ -196,7 +196,7 @@ def pixel_notices(requested: ModelConfig, completed: ModelConfig) -> list[str]:
 
 
 def precision_notices(config: TrainConfig, device_type: str) -> list[str]:
-    """A line for the user if a CPU without instructions for bf16 is to compute in it."""
+    """A line for the user if the run computes in bf16 on a CPU that has no instructions for it."""
     if config.precision != "bf16" or device_type != "cpu" or cpu_has_bf16():
         return []
     return ["precision=bf16: this CPU has no instructions for it and is several times slower; give precision=fp32"]

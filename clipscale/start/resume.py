@@ -48,7 +48,7 @@ def find_checkpoint(config: TrainConfig, world: World, *, fetch_copy: bool) -> P
 def restore_state(resolved: ResolvedRun, train_step: TrainStep, world: World) -> None:
     """Load the checkpoint, if there is one, and restore this rank's random state. A collective.
 
-    A new run, and one on another number of ranks, gets a new seed from the rank and the step.
+    In a new run, and on another number of ranks, the random state comes from the run's seed, the rank and the step.
     """
     if resolved.checkpoint_path:
         like = dict(train_step.model.named_parameters())

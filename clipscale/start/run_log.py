@@ -28,7 +28,10 @@ def writing_records(run_dir: Path) -> Iterator[None]:
 
 
 def note_evaluation_and_copy(file: Path, settings: str) -> None:
-    """Put the evaluation and the copy's address of `settings` (as YAML) into a run's config.yaml, if it has one."""
+    """Replace two settings in a run's config.yaml, if it has one: the evaluation, and the address of the copy.
+
+    `settings`: the present settings, as YAML.
+    """
     trained = files.read_record(file)
     present = files.parse_yaml(settings)
     changes = {"eval": present["eval"]}

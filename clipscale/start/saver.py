@@ -12,7 +12,8 @@ def build_saver(
 ) -> checkpoint.Saver:
     """What saves the run's checkpoints, and copies them with `checkpoint.copy`.
 
-    `uploader`: of the stages before. Without one, rank 0 begins to copy the newest checkpoint.
+    `uploader`: the one of the earlier stages. If it is None and the run has a copy, a new one is made, and rank 0
+    begins to copy the newest checkpoint.
     """
     settings = resolved.config.checkpoint
     best = BestFinder(resolved.run_dir, Goal.parse("checkpoint.best", settings.best)) if settings.best else None

@@ -32,8 +32,8 @@ def start_run(
 ) -> TrainLoop:
     """Start or resume the run, or start its next stage. Returns its loop, before the next step. A collective.
 
-    `lock`: of the run's folder; None if nobody else uses it. `uploader`: has copied the checkpoints of earlier stages;
-    None in this process's first stage, and without a copy.
+    `lock`: the lock of the run's folder; None if nobody else can use the folder. `uploader`: the one of the earlier
+    stages; None in the first stage of this process, and if the run has no copy.
 
     If it raises UserError, it has ended the data workers that it had started.
     """

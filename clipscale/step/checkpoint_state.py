@@ -57,7 +57,7 @@ def gather_checkpoint_state(
 def optimizer_state(train_step: TrainStep) -> OptimizerState:
     """The optimizer's state, sharded as the weights are.
 
-    timm's LAMB counts its steps in a tensor of each group, which is a number here.
+    timm's LAMB counts the steps in each group, in a tensor. It is converted to a number.
     """
     state = cast(OptimizerState, get_optimizer_state_dict(train_step.model, train_step.optimizer))
     state["param_groups"] = [
@@ -79,7 +79,8 @@ def load_state(train_step: TrainStep, state: CheckpointState, policy: OptimizerP
     state = replace(state, optimizer=with_groups_of_run(state.optimizer, model, optimizer))
     if policy is not OptimizerPolicy.TAKE_ALL:
         state = with_fitted_positions(state, model)
-    # Comes before the weights: torch allocates the optimizer's state by a step with zero gradients and a rate of 0.
+    # The optimizer comes before the weights: to allocate its state, torch takes a step with zero gradients and a
+    # learning rate of 0.
     # `strict=False`, because a parameter that the loss does not use, such as the bias of a softmax, has no state.
     options = StateDictOptions(strict=False)
     if policy is not OptimizerPolicy.TAKE_NONE:

@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves
 
 from clipscale.common.batch import ChunkSizes
 from clipscale.common.errors import UserError
-from clipscale.common.modules import trains
+from clipscale.common.modules import is_trainable
 from clipscale.common.rng import RandomState
 from clipscale.data.loader.sorted_texts import MAX_SEQUENCES
 from clipscale.distributed.agreement import run_on_all_ranks
@@ -32,7 +32,7 @@ CPU_CHUNK = 256
 MIN_CHUNK = 16
 MAX_CHUNK = MAX_SEQUENCES
 # Share of the best speed that suffices. If some graphs are kept, the smallest chunk that reaches this speed is taken:
-# small chunks leave less of the memory for graphs unused.
+# the memory that is left over, too little for one more graph, is smaller with small chunks.
 MIN_RELATIVE_SPEED = 0.95
 # With more rows than this, torch's layer norm on a GPU sums the gradients of its gain and bias in parallel. Otherwise
 # one block sums 32 columns, which leaves most of the GPU idle (LaunchGammaBetaBackwardCUDAKernel of torch 2.15).
@@ -61,7 +61,7 @@ def batch_norm_chunk(tower: nn.Module, name: str, size: int | None, rows: int) -
     Raises UserError for a smaller `size`.
     """
     norms = batch_norms(tower)
-    if not norms or not trains(tower):
+    if not norms or not is_trainable(tower):
         return None
     if size is not None and size < rows:
         raise UserError(
@@ -176,7 +176,9 @@ class ChunkProbe:
         def count(norm: nn.LayerNorm, arguments: tuple[Tensor, ...]) -> None:
             rows.append(arguments[0].numel() // math.prod(norm.normalized_shape))
 
-        norms = [module for module in self.encoder.modules() if isinstance(module, nn.LayerNorm) and trains(module)]
+        norms = [
+            module for module in self.encoder.modules() if isinstance(module, nn.LayerNorm) and is_trainable(module)
+        ]
         hooks = [norm.register_forward_pre_hook(count) for norm in norms]
         try:
             with torch.no_grad():
@@ -238,7 +240,7 @@ def both_passes(tower: nn.Module, inputs: TowerInput) -> None:
     arguments = as_arguments(inputs)
     with torch.no_grad():
         tower(*arguments)
-    if trains(tower):
+    if is_trainable(tower):
         outputs = [out for out in tree_leaves(tower(*arguments)) if out.requires_grad]
         torch.autograd.backward(outputs, [torch.ones_like(out) for out in outputs])
 

@@ -71,7 +71,7 @@ class FastMuon(torch.optim.Optimizer):
 
     def step(self, closure: None = None) -> None:  # type: ignore[override]
         fused = [group for group in self.param_groups if group.get("fused")]
-        # Both optimizers use the groups and the state of this object. These are passed on in each step, since loading a
+        # Both optimizers use this object's groups and state. They are handed over in every step, because loading a
         # checkpoint replaces them.
         self.muon.param_groups = [group for group in self.param_groups if not group.get("fused")]
         self.adamw.param_groups = [

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from clipscale.common.modules import trains
+from clipscale.common.modules import is_trainable
 from clipscale.distributed.weight_types import cast_product_weights_
 
 # Type of autocast.
@@ -53,5 +53,5 @@ class Precision:
         Features stay the same: autocast would round these weights anyway.
         """
         for tower in towers:
-            if not trains(tower):
+            if not is_trainable(tower):
                 cast_product_weights_(tower, self.dtype)

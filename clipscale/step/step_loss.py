@@ -32,7 +32,10 @@ class StepLoss:
         return [self.contrastive] if self.caption is None else [self.contrastive, self.caption]
 
     def total_and_terms(self, contrastive: float, caption: float | None = None) -> tuple[float, CaptionerLosses]:
-        """The loss, from the values of `tensors`; and both of its terms by name, or {} if there is only one."""
+        """The loss, and both of its terms by name; {} if it has only one term.
+
+        `contrastive`, `caption`: the values of `tensors`.
+        """
         if caption is None:
             return contrastive, {}
         value = contrastive + self.caption_weight * caption
@@ -58,8 +61,8 @@ class StepScalars:
 
     @property
     def is_finite(self) -> bool:
-        """Whether loss and norm are finite. If not, the run ends before the update. Not used with fp16; see
-        `overflows`.
+        """Whether loss and norm are finite. If they are not, the run ends before the update. fp16 uses
+        `overflows` instead.
         """
         return math.isfinite(self.loss) and math.isfinite(self.grad_norm)
 

@@ -177,7 +177,7 @@ class TrainStep:
     # ---- update ----
 
     def check_and_update(self, loss: StepLoss, stream: BatchStream, step: int) -> StepScalars:
-        """Update the weights, unless the loss or the norm is not finite (with fp16 only the norm counts). Returns both.
+        """Update the weights if the loss and the gradient norm are finite; with fp16, if the norm is. Returns both.
 
         A collective. Raises as `run` does.
 

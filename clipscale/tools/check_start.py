@@ -17,7 +17,7 @@ from clipscale.data.shards.counts import count_if_quick
 from clipscale.data.shards.features import find_teachers
 from clipscale.data.shards.listing import expand, local_shards
 from clipscale.eval.suites import load_chosen_sets
-from clipscale.launch.local import num_workers
+from clipscale.launch.local import num_processes
 from clipscale.models.encoders import describe_model
 from clipscale.models.towers import build_model, image_size_and_tokenizer
 from clipscale.models.weights.load_weights import completed_by_weights
@@ -79,7 +79,7 @@ def describe_checkpoint(config: TrainConfig) -> CheckpointDescription | None:
 def check_chunk_sizes(config: TrainConfig) -> None:
     """Raise UserError for a chunk larger than the share of a process on this machine, or for a batch without shares."""
     for stage_config in config.stage_configs:
-        local_batch = stage_config.batch // num_workers(stage_config)
+        local_batch = stage_config.batch // num_processes(stage_config)
         check_sizes(stage_config.cache.sizes, local_batch, stage_config.data.text_layout.texts_per_sample)
 
 

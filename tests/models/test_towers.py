@@ -92,8 +92,8 @@ def test_a_convolutional_tower_computes_channels_last_and_the_same() -> None:
     )
     pixels = torch.randint(0, 256, (3, 3, 64, 64), dtype=torch.uint8)
     results = []
-    for layout in (tower.layout, torch.contiguous_format):
-        tower.layout = layout
+    for memory_format in (tower.memory_format, torch.contiguous_format):
+        tower.memory_format = memory_format
         tower.zero_grad()
         rows = tower(pixels)
         rows.square().cumsum(1).sum().backward()
@@ -102,7 +102,7 @@ def test_a_convolutional_tower_computes_channels_last_and_the_same() -> None:
     assert all(p.is_contiguous() for p in tower.parameters())
     for first, second in zip(*results, strict=True):
         torch.testing.assert_close(first, second, rtol=1e-9, atol=1e-12)
-    assert small_model().image.layout == torch.contiguous_format
+    assert small_model().image.memory_format == torch.contiguous_format
 
 
 class BatchNormOfAnotherPackage(_BatchNorm):

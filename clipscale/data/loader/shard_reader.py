@@ -137,8 +137,8 @@ class Window:
 class WindowEnd(Enum):
     """Where the reading of a window ended."""
 
-    # All samples of the window were read. Or a shard of known count ends early: the unread samples are then given out
-    # as missing.
+    # All samples of the window were read, or the shard has ended before its known count. In the second case the unread
+    # samples are given out as missing.
     FULL = auto()
     # The window has reached WINDOW_BYTES, and becomes smaller.
     CUT = auto()

@@ -75,8 +75,8 @@ class TrainStream:
         self.waited_s = 0.0
         self._defers_failures = False
         self._poll: Poll = no_poll
-        # The error of the workers, or of a wait for them. After an error, reading rows does not wait, and the rows may
-        # have no samples in them. The caller must discard the batch (`discard_last_batch`).
+        # The error of the workers, or of a wait for them. After an error, reads return at once, and rows may still
+        # have old samples. The caller must discard the batch (`discard_last_batch`).
         self.failure: UserError | None = None
         # Samples of an epoch of all ranks; None if shards are drawn with replacement.
         self.epoch_samples = self._shards.epoch_samples

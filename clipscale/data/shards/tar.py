@@ -1,7 +1,7 @@
 """The tar format: ustar, pax and GNU long names, plain or gzipped, from streams with or without seeking.
 
-Reads only what archives of plain files use. The standard library's reader takes eight times as long for small members:
-as long as decoding a 256-pixel JPEG.
+Reads only what archives of plain files use. The standard library's reader is eight times as slow for small members: it
+takes as long as decoding a JPEG of 256 pixels.
 """
 
 import gzip

@@ -41,7 +41,8 @@ class CastWeights:
     layers: list[tuple[CastLayer, HalfWeights]] = field(default_factory=list)
     # Each weight's gradient. Kept graphs hold the same tensor, to add to it in their backward pass.
     gradients: dict[Tensor, Tensor] = field(default_factory=dict)
-    # Zeros in the place of a missing gradient, by weight, and their version: torch counts the changes of a tensor.
+    # For each weight that has no gradient yet: the zeros that stand in for it, and their version when they were made.
+    # torch raises a tensor's version with every change.
     zeros: dict[Tensor, tuple[Tensor, int]] = field(default_factory=dict)
     # Whether hooks, such as DDP's, sum the gradients over ranks. They see only what autograd adds.
     has_sync_hooks: bool = False
@@ -52,7 +53,7 @@ class CastWeights:
         """Cast the weights that autocast would cast in every chunk. Casts nothing in three cases:
 
         - There is only one chunk.
-        - FSDP2 gathers the weights. From torch 2.15 on it casts them then; before, autocast casts them in every chunk.
+        - FSDP2 gathers the weights. From torch 2.15 on it also casts them. Before, autocast casts them in every chunk.
         - DDP looks for unused parameters, which its hooks must see.
         """
         self.end_step()

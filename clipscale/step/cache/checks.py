@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from clipscale.common.modules import trains
+from clipscale.common.modules import is_trainable
 from clipscale.step.cache.batch_norm import batch_norms
 from clipscale.step.cache.encoder_io import ChunkOutput
 from clipscale.step.cache.gradient_sync import is_ddp
@@ -47,7 +47,7 @@ def checked_representations(
         raise ValueError(
             f"representation= has {len(functions)} functions for {num_encoders} encoders: one, or one each"
         )
-    if any(isinstance(function, nn.Module) and trains(function) for function in functions):
+    if any(isinstance(function, nn.Module) and is_trainable(function) for function in functions):
         raise ValueError("representation= has trainable parameters: put them into the encoder, which has two passes")
     return functions
 

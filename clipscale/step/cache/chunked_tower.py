@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from clipscale.common.batch import Span, equal_spans
-from clipscale.common.modules import trains
+from clipscale.common.modules import is_trainable
 from clipscale.common.rng import RandomState
 from clipscale.common.signals import Poll
 from clipscale.step.cache.batch_norm import batch_norm_preserved
@@ -59,7 +59,7 @@ class ChunkedTower:
     @property
     def has_second_pass(self) -> bool:
         """Whether the encoder trains, and gradients are enabled."""
-        return torch.is_grad_enabled() and trains(self.encoder)
+        return torch.is_grad_enabled() and is_trainable(self.encoder)
 
     # ---- first pass ----
 
@@ -231,8 +231,8 @@ class ChunkedTower:
 def backward_chunk(out: ChunkOutput, gradient: Tensor, loss_gradient: Callable[[Tensor], Tensor]) -> None:
     """One backward pass of a chunk. `gradient`: of its representations; `loss_gradient`: see `ChunkedTower.replay`.
 
-    A chunk with a loss of its own has two roots. autograd gets those that have a graph: the other one may depend on
-    frozen weights alone. Raises ValueError if none has one.
+    A chunk with a loss of its own has two roots. autograd gets only roots that have a graph; a root that depends on
+    frozen weights alone has none. Raises ValueError if no root has one.
     """
     roots = [(out.representations, gradient)]
     if out.loss is not None:

@@ -66,7 +66,7 @@ def can_sum_after_kept_graph(encoder: object) -> bool:
 def is_collective(encoder: Callable[..., object]) -> bool:
     """Whether a forward pass gathers weights, as FSDP2's does, so that all ranks must run equally many passes.
 
-    False for synchronised batch normalisation, although it communicates: `short_memory_policy` gives it `RAISE`.
+    Synchronised batch normalisation also communicates, but here it counts as false: `short_memory_policy` handles it.
     """
     stated: bool | None = getattr(encoder, "forward_is_collective", None)
     if stated is not None:

@@ -66,8 +66,8 @@ class GraphPolicy(Enum):
     KEEP = "keep"
     # The graph is built, measured, and dropped.
     MEASURE = "measure"
-    # The forward pass runs with gradients enabled, but saves no tensors. A rank without memory for them does this, to
-    # communicate as often as the ranks that build whole graphs.
+    # The forward pass runs with gradients enabled, but saves no tensors. A rank that has no memory for them does
+    # this: it takes part in the same collectives as the ranks that build whole graphs.
     DISCARD = "discard"
     # No graph is built.
     NO_GRAPH = "no graph"

@@ -37,7 +37,7 @@ class HoldoutSettings:
     )
 
     def check(self) -> None:
-        """Raises UserError."""
+        """Raise UserError."""
         if not re.fullmatch(r"\d{1,2}(\.\d+)?%", self.share):
             raise UserError(f"holdout={self.share}: give a share below 100%, as in holdout=1%")
         if self.by and not self.fraction:
@@ -107,7 +107,7 @@ class CheckSettings:
 
 
 def check_select(words: Sequence[str], settings: SelectSettings) -> None:
-    """Raises UserError for another file than one of Parquet, and where `embed` has left no features."""
+    """Raise UserError for another file than one of Parquet, and where `embed` has left no features."""
     if not settings.out.endswith(".parquet"):
         raise UserError(f"out={settings.out}: give the file of weights to write, out=FILE.parquet")
     from clipscale.tools.embed.arrays import open_embedded_set

@@ -28,7 +28,7 @@ class ExploreConfig(AnyModel):
 
 
 def check_explore(config: ExploreConfig) -> None:
-    """Raises UserError for a model that is not given, or given twice, and for no folder of `embed` or several."""
+    """Raise UserError for a model that is not given, or given twice, and for no folder of `embed` or several."""
     check_one_model(config, config.weights)
     run = existing_run(config.run) if config.run else None
     folders = config.data.train or []

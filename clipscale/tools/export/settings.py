@@ -31,14 +31,14 @@ class ExportSettings(RunModel):
     out: str | None = setting(None, "Folder to write; null: RUN/export, with -average and -hf where they apply.")
 
     def check(self) -> None:
-        """Raises UserError for shares of nothing, and for two checkpoints."""
+        """Raise UserError for shares of nothing, and for two checkpoints."""
         super().check()
         if self.shares and not self.average:
             raise UserError(f"shares={self.shares}: of what? Give average=RUN too")
 
 
 def check_export(settings: ExportSettings) -> None:
-    """Raises UserError without a run, for a checkpoint that is missing, and for a folder that cannot be written."""
+    """Raise UserError without a run, for a checkpoint that is missing, and for a folder that cannot be written."""
     if settings.out:
         check_writable(Path(settings.out).expanduser(), "out")
     find_checkpoint(existing_run(settings.run), settings.which)

@@ -8,7 +8,7 @@ from clipscale.common.units import Bytes
 from clipscale.config.checks import check_divisible, check_sigmoid
 from clipscale.config.setting import setting
 from clipscale.config.train_config import TrainConfig
-from clipscale.launch.local import num_workers
+from clipscale.launch.local import num_processes
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ def on_machine(config: PlanConfig) -> PlanConfig:
         raise UserError(
             f"hardware is not set, and {gpu} is not in the table; give one like it, as in hardware=a100-80g"
         )
-    return replace(config, hardware=name, gpus=config.gpus if config.gpus > 1 else num_workers(config))
+    return replace(config, hardware=name, gpus=config.gpus if config.gpus > 1 else num_processes(config))
 
 
 def target_gpu(config: PlanConfig) -> Hardware | None:

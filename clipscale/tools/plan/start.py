@@ -8,7 +8,7 @@ from clipscale.common.memory import free_memory
 from clipscale.common.record import Record
 from clipscale.config.libraries import hidden_packages, unneeded_packages
 from clipscale.config.train_config import TrainConfig
-from clipscale.launch.local import num_workers
+from clipscale.launch.local import num_processes
 from clipscale.models.weights.model_settings import with_hub_architecture
 from clipscale.tools.plan.settings import PlanConfig
 
@@ -28,7 +28,7 @@ def start_plan(config: TrainConfig) -> Record:
         from clipscale.tools.plan.planner import plan
         from clipscale.tools.plan.render import render
 
-    machine = {"model": model, "hardware": hardware, "gpus": num_workers(config), "host_memory": free_memory()}
+    machine = {"model": model, "hardware": hardware, "gpus": num_processes(config), "host_memory": free_memory()}
     plan_config = PlanConfig(**vars(config) | machine)
     plans = [plan(stage_config, search=False) for stage_config in plan_config.stage_configs]
     result = max(plans, key=lambda result: (not result["fits"], result["peak_bytes"]))

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
-from clipscale.common.modules import nested_blocks, trains
+from clipscale.common.modules import is_trainable, nested_blocks
 from clipscale.distributed.parallel import gradient_norm
 from clipscale.distributed.weight_types import PER_PARAMETER, cast_product_weights_, type_under_autocast
 from clipscale.step.cache.cast_weights import layers_to_cast
@@ -148,7 +148,7 @@ def divided_among_ranks(
     if parallel == "ddp":
         return replace(memory, state=memory.state + sum(memory.gradients), summed_gradients=[0, 0])
     gathered_dtype = dtype if PER_PARAMETER else torch.float32
-    sharded = [[module for module in modules if trains(module)] for modules in towers]
+    sharded = [[module for module in modules if is_trainable(module)] for modules in towers]
     divided = {p for modules in sharded for module in modules for p in module.parameters()}
     undivided = sum(p.nbytes for p in model.parameters() if p not in divided)
     gathered = [GatheredWeights.of_towers(modules, parallel, gathered_dtype) for modules in sharded]

@@ -14,6 +14,6 @@ class ReportSettings:
     out: str | None = setting(None, "The page's FILE.html; null: report.html in the run's folder, or above.")
 
     def check(self) -> None:
-        """Raises UserError for a file that is not a page."""
+        """Raise UserError for a file that is not a page."""
         if self.out and not self.out.endswith((".html", ".htm")):
             raise UserError(f"out={self.out}: the report is a page; give out=FILE.html")

@@ -84,7 +84,7 @@ def open_table(file: Path, columns: list[str] | None, by: str | None = None) -> 
 
 
 def check_columns(file: Path, names: Sequence[str], chosen: list[str], by: str | None, shown: list[Row]) -> None:
-    """Raises UserError if a column is chosen twice or is not there, or if its values in `shown` are no texts.
+    """Raise UserError if a column is chosen twice or is not there, or if its values in `shown` are no texts.
 
     `shown`: the first rows of JSON.
     """
@@ -110,7 +110,7 @@ def check_columns(file: Path, names: Sequence[str], chosen: list[str], by: str |
 
 
 def check_content(file: Path) -> None:
-    """Raises UserError for a compressed table, or Excel's, by its first bytes."""
+    """Raise UserError for a compressed table, or Excel's, by its first bytes."""
     with file.open("rb") as start:
         kind = kind_of(start.read(PROBE_BYTES))
     if kind and kind.suffix in CONVERSIONS:
