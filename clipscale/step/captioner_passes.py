@@ -44,7 +44,7 @@ class CaptionerPasses(BatchPasses):
         if self.frozen_images is None:
             features = self.cache.encode_tower(0, pairs, before_chunk)
         else:
-            reserved_bytes = min(self.cache.keep_bytes or 0, len(batch) * self.image_bytes)
+            reserved_bytes = min(self.cache.graph_budget.max_bytes, len(batch) * self.image_bytes)
             outputs = FrozenTowerOutputs(pairs.images, self.frozen_images, self.autocast, reserved_bytes)
             pairs.images = outputs
             features = self.cache.encode_tower(0, pairs, before_chunk, reserved_bytes=reserved_bytes)

@@ -259,7 +259,7 @@ class TrainStep:
 
         A collective in that step. Later calls do nothing.
         """
-        if self.cache.keep_bytes is None:
+        if self.cache.graph_budget.awaits_limit:
             self.optimizer.zero_grad()  # free memory is measured without gradients; the timer's peaks include them
             self.cache.keep_bytes = measured_keep_bytes(self.world, timer, self.cache.graph_bytes)
 

@@ -91,7 +91,8 @@ class GradCache:
             ChunkedTower(encoder, function, make_context, is_last_use_of_encoder=encoder not in encoders[i + 1 :])
             for i, (encoder, function) in enumerate(zip(encoders, functions, strict=True))
         ]
-        self.graph_budget = GraphBudget(checked_keep_bytes(keep_bytes))
+        self.graph_budget = GraphBudget()
+        self.keep_bytes = keep_bytes
         # The sum of the chunks' own losses in the last step, detached and not scaled; None if chunks had none.
         self.chunk_loss: Tensor | None = None
 
@@ -222,12 +223,14 @@ class GradCache:
 
     @property
     def keep_bytes(self) -> float | None:
-        """The memory for kept graphs; None: measure, and keep none yet."""
-        return self.graph_budget.keep_bytes
+        """The argument, which may be set between steps. The rest of the cache reads it in `graph_budget`."""
+        return None if self.graph_budget.awaits_limit else self.graph_budget.max_bytes
 
     @keep_bytes.setter
     def keep_bytes(self, value: float | None) -> None:
-        self.graph_budget.keep_bytes = checked_keep_bytes(value)
+        checked = checked_keep_bytes(value)
+        self.graph_budget.awaits_limit = checked is None
+        self.graph_budget.max_bytes = 0 if checked is None else checked
 
     @property
     def has_second_pass(self) -> list[bool]:

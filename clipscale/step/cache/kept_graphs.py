@@ -1,6 +1,6 @@
 """Kept graphs: which chunks keep their graph from the first pass, so that they need no second pass, and in what memory.
 
-With `keep_bytes` a number of bytes, as many graphs are kept as fit:
+With a number of bytes for them (`max_bytes` of `GraphBudget`), as many graphs are kept as fit:
 
 - First step: `GraphBudget.plan` keeps none and has every chunk's graph measured (MEASURE). After the first pass all
   ranks agree on the bytes of one (`KeptGraphs.agree_on_size`). A later step whose full chunks have another number of
@@ -11,8 +11,8 @@ With `keep_bytes` a number of bytes, as many graphs are kept as fit:
   the error is raised. Before the replay, `GraphBudget.disable_if_memory_short` drops the step's graphs. Later steps
   keep none.
 
-Other values of `keep_bytes`: with 0 and math.inf nothing is measured, and none or all are kept; with None the first
-step measures, and none is kept until the caller gives a number.
+With 0 bytes none is kept, and with math.inf all; neither measures. A budget that `awaits_limit` measures, and keeps
+none until the caller sets its bytes.
 """
 
 import logging
@@ -169,15 +169,22 @@ class KeptGraphs:
 class GraphBudget:
     """The memory for kept graphs, which the towers of a cache share: earlier ones take theirs first."""
 
-    # The argument of `GradCache`. It may change between steps.
-    keep_bytes: float | None
+    # The most bytes of kept graphs on a rank. 0: none is kept; math.inf: all are.
+    max_bytes: float = 0
+    # Whether the caller sets `max_bytes` later, after a step has measured a graph. It is 0 until then.
+    awaits_limit: bool = False
     # Whether a graph did not fit in an earlier step. Then no more are kept.
     is_disabled: bool = False
 
+    @property
+    def needs_graph_bytes(self) -> bool:
+        """Whether the bytes of a graph must be known."""
+        return self.awaits_limit or 0 < self.max_bytes < math.inf
+
     def plan(
         self,
-        last: KeptGraphs,
-        earlier: Sequence[KeptGraphs],
+        last_step: KeptGraphs,
+        earlier_towers: Sequence[KeptGraphs],
         chunk_rows: int,
         num_keepable: int,
         memory_policy: ShortMemoryPolicy,
@@ -187,25 +194,24 @@ class GraphBudget:
     ) -> KeptGraphs:
         """Plan a tower's step, after the first passes of all earlier towers: how many graphs fit.
 
-        `last`: the tower's graphs in its last step. `earlier`: the graphs of the earlier towers in this step.
+        `last_step`: the tower's graphs in its last step. `earlier_towers`: the graphs of earlier towers in this step.
         `chunk_rows`: rows of a full chunk, equally many on all ranks; where they change, a graph is measured again.
         `num_keepable`: the number of chunks, from the first on, whose graphs may be kept; 0 without a second pass.
-        `on_gpu`: see `measured_graph`. `reserved_bytes`: a part of `keep_bytes` that holds other tensors, such as the
+        `on_gpu`: see `measured_graph`. `reserved_bytes`: a part of `max_bytes` that holds other tensors, such as the
         outputs of a frozen image tower.
 
         All ranks measure in the same steps, even if one of them keeps no more: `agree_on_size` is a collective.
         """
-        graph_bytes = last.graph_bytes if last.chunk_rows == chunk_rows else 0
-        memory = 0 if self.keep_bytes is None or self.is_disabled else self.keep_bytes - reserved_bytes
-        kept_earlier = [(graphs.num_kept, graphs.graph_bytes) for graphs in earlier]
+        graph_bytes = last_step.graph_bytes if last_step.chunk_rows == chunk_rows else 0
+        memory = 0 if self.is_disabled else self.max_bytes - reserved_bytes
+        kept_earlier = [(graphs.num_kept, graphs.graph_bytes) for graphs in earlier_towers]
         num_planned = num_that_fit(memory, num_keepable, graph_bytes, kept_earlier)
-        needs_size = self.keep_bytes is None or 0 < self.keep_bytes < math.inf
         return KeptGraphs(
             chunk_rows=chunk_rows,
             graph_bytes=graph_bytes,
             num_planned=num_planned,
             num_kept=num_planned,
-            is_measuring=needs_size and not graph_bytes and num_keepable > 0,
+            is_measuring=self.needs_graph_bytes and not graph_bytes and num_keepable > 0,
             memory_policy=memory_policy,
             on_gpu=on_gpu,
         )
@@ -215,10 +221,10 @@ class GraphBudget:
 
         Each rank decides alone if no tower's pass communicates. Under FSDP2, which gathers weights, and with
         synchronised batch normalisation all ranks decide together. This call is then a collective in every step, unless
-        `keep_bytes` is 0 or None, or a graph did not fit before. `device`: of the ranks' message.
+        `max_bytes` is 0, or a graph did not fit before. `device`: of the ranks' message.
         """
         is_short = any(graphs.is_out_of_memory for graphs in graphs_of_towers)
-        keeps_graphs = self.keep_bytes and not self.is_disabled
+        keeps_graphs = self.max_bytes > 0 and not self.is_disabled
         may_repeat_alone = all(graphs.memory_policy is ShortMemoryPolicy.RETRY for graphs in graphs_of_towers)
         if keeps_graphs and not may_repeat_alone:
             is_short = bool(largest_of_ranks(is_short, device))
