@@ -250,8 +250,8 @@ class WeightedSources:
         point picks the source whose interval it lies in. From block to block the points shift by the golden ratio, so
         the shares are exact in the long run.
         """
-        block, place = divmod(sample_index, SOURCE_BLOCK)
-        return int(_block_sources(self.weights, self.seed, stream_id, block)[place])
+        block, offset = divmod(sample_index, SOURCE_BLOCK)
+        return int(_block_sources(self.weights, self.seed, stream_id, block)[offset])
 
     def within(self, source: int) -> Resampled:
         """The order of one source's shards."""

@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from clipscale.common.batch import ONE_CAPTION, ChunkSizes
-from clipscale.data.loader.host_batch import HostBatch, Layout
+from clipscale.data.loader.host_batch import BatchLayout, HostBatch
 from clipscale.data.shards.features import TeacherFeatures
 from clipscale.data.tokenizer import Padding
 from clipscale.distributed.parallel import wrap
@@ -69,7 +69,7 @@ def host_batch(
         "sameness_keys": np.arange(len(pixels)) if keys is None else keys,
         **{teacher.member: features.numpy() for teacher, features in teachers.items()},
     }
-    layout = Layout(1, len(pixels), PIXELS, TOKENS, teachers=tuple(teachers))
+    layout = BatchLayout(1, len(pixels), PIXELS, TOKENS, teachers=tuple(teachers))
     return HostBatch(slot, layout, lambda stop: None)
 
 

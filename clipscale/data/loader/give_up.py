@@ -42,14 +42,14 @@ class GiveUpRule:
 
     def count_broken(self, error: BrokenSampleError, segment: Segment, item: RawSample) -> bool:
         """Count a broken sample. Returns whether to leave its shard. Raises UserError if the stream gives up."""
-        place = segment.shuffle_key, segment.shard
+        segment_id = segment.shuffle_key, segment.shard
         self._reasons[error.reason] += 1
-        self._segments.setdefault(place, 0)  # a segment counts, even if none of its samples was read
+        self._segments.setdefault(segment_id, 0)  # a segment counts, even if none of its samples was read
         if not item.is_missing:
-            self._segments[place] += 1
+            self._segments[segment_id] += 1
             self._unreachable.clear()
         elif error.reason == "unreachable_shard":
-            self._unreachable.add(place)
+            self._unreachable.add(segment_id)
         if len(self._unreachable) >= MAX_UNREACHABLE:
             raise LoaderError(
                 f"data.train: {MAX_UNREACHABLE} shards in a row cannot be reached, each asked {RETRIES} times more "
@@ -64,4 +64,4 @@ class GiveUpRule:
                 f"the last: {item.url} {item.key}: {error}); "
                 + (holds or "look at the shards, and at data.captions and data.filter")
             )
-        return self._segments[place] > MAX_BROKEN_IN_SHARD
+        return self._segments[segment_id] > MAX_BROKEN_IN_SHARD

@@ -28,7 +28,7 @@ from clipscale.data.shards.features import TeacherFeatures
 log = logging.getLogger(__name__)
 
 PAGE = 4096
-# The memory of one local batch: its arrays by name (see Layout.slot_arrays).
+# The memory of one local batch: its arrays by name (see BatchLayout.slot_arrays).
 Slot = dict[str, np.ndarray]
 
 
@@ -45,7 +45,7 @@ class ArraySpec(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Layout:
+class BatchLayout:
     """The sizes of one rank's batch memory."""
 
     slots: int  # local batches in memory at once
@@ -80,7 +80,7 @@ class Layout:
         return self.slots * sum(spec.size for spec in self.slot_arrays().values())
 
 
-def check_memory(layout: Layout, free_bytes: int | None) -> str:
+def check_memory(layout: BatchLayout, free_bytes: int | None) -> str:
     """Check the batch memory. Returns a line that states it. Raises UserError if the machine has too little for all its
     processes.
 
@@ -114,7 +114,7 @@ class Arena:
     It is an anonymous file (memfd), which does not count against /dev/shm: containers keep that small.
     """
 
-    def __init__(self, layout: Layout, fd: int, memory: mmap.mmap) -> None:
+    def __init__(self, layout: BatchLayout, fd: int, memory: mmap.mmap) -> None:
         """`fd`: the file, which is mapped at `memory`."""
         self.layout = layout
         self._fd = fd
@@ -157,19 +157,19 @@ class Arena:
         self._fd = -1
 
 
-def create_arena(layout: Layout) -> Arena:
+def create_arena(layout: BatchLayout) -> Arena:
     fd = os.memfd_create("clipscale-batch")
     os.ftruncate(fd, layout.memory_bytes())
     return Arena(layout, fd, mmap.mmap(fd, layout.memory_bytes()))
 
 
-def _shared_arena(layout: Layout, shared: SharedFile) -> Arena:
+def _shared_arena(layout: BatchLayout, shared: SharedFile) -> Arena:
     """Make the arena in another process, with the file that its creator has `shared`."""
     fd: int = shared.detach()
     return Arena(layout, fd, mmap.mmap(fd, layout.memory_bytes()))
 
 
-def slots_in(memory: mmap.mmap, layout: Layout) -> list[Slot]:
+def slots_in(memory: mmap.mmap, layout: BatchLayout) -> list[Slot]:
     """The arrays of all slots, one after another in the memory."""
     slots: list[Slot] = []
     offset = 0
@@ -185,7 +185,7 @@ def slots_in(memory: mmap.mmap, layout: Layout) -> list[Slot]:
 class HostBatch:
     """One local batch, valid until the next one is requested. Reading rows blocks until they have arrived."""
 
-    def __init__(self, slot: Slot, layout: Layout, wait: Callable[[int], None]) -> None:
+    def __init__(self, slot: Slot, layout: BatchLayout, wait: Callable[[int], None]) -> None:
         """`wait(stop)` blocks until samples 0..stop have arrived."""
         self._slot = slot
         self._text_layout = layout.text_layout

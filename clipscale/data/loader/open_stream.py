@@ -13,7 +13,7 @@ from clipscale.common.signals import no_poll
 from clipscale.config.data import DataConfig
 from clipscale.data.filters import parse_selection
 from clipscale.data.loader.batch_filler import open_filler
-from clipscale.data.loader.host_batch import Layout, check_memory, create_arena
+from clipscale.data.loader.host_batch import BatchLayout, check_memory, create_arena
 from clipscale.data.loader.position import DataPosition, StreamPosition
 from clipscale.data.loader.shard_reader import OrderedShards
 from clipscale.data.loader.shard_stream import WorkerSpec
@@ -144,9 +144,9 @@ def layout_of(
     context_length: int,
     num_workers: int,
     teachers: tuple[TeacherFeatures, ...] = (),
-) -> Layout:
+) -> BatchLayout:
     """The batch memory of a rank with `samples` samples in its local batch."""
-    return Layout(
+    return BatchLayout(
         slots=config.buffers if num_workers else 1,
         samples=samples,
         image_size=image_size,

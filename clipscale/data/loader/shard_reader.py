@@ -158,7 +158,7 @@ class WindowEnd(Enum):
 class ShardReader:
     """Reads a shard stream, or one source of it.
 
-    Its position is `epoch` and `index`, the number of items given out in that epoch. Two windows are held:
+    Its position is `epoch` and `num_given_out`, the number of items given out in that epoch. Two windows are held:
 
         reading   window 0 | window 1 | window 2 | ...
         given out          | window 0 | window 1 | ...
@@ -184,7 +184,7 @@ class ShardReader:
         # The shard that is read now, and the samples of it that have not been read.
         self.url = ""
         self._raw_samples: Generator[RawSample, None, None] = _no_samples()
-        self.epoch, self.index = start
+        self.epoch, self.num_given_out = start
         # The window that is given out while the next one is read.
         self._outgoing = Window()
         # The segment that the caller has given up. Its remaining samples are given out as `fruitless_shard`.
@@ -202,7 +202,7 @@ class ShardReader:
 
     def _segments(self) -> Iterator[tuple[int, Segment]]:
         """All segments from the position on, with their epochs."""
-        skip = self.index
+        skip = self.num_given_out
         order = self._shards.order
         assert not isinstance(order, WeightedSources), "each source has a reader of its own"
         for epoch in count(self.epoch):
@@ -269,8 +269,8 @@ class ShardReader:
         epoch, segment, sample = self._outgoing.pop()
         if epoch != self.epoch:
             self.epoch = epoch
-            self.index = 0
-        self.index += 1
+            self.num_given_out = 0
+        self.num_given_out += 1
         if segment is self.abandoned:
             sample = RawSample.missing(sample.url, "fruitless_shard", sample.url)
         return segment, sample

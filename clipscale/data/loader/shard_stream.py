@@ -97,10 +97,10 @@ class ShardStream:
     def position(self) -> StreamPosition:
         """The position after the samples taken so far."""
         if isinstance(self._spec.shards.order, WeightedSources):
-            sources = tuple((reader.epoch, reader.index) for reader in self._readers)
+            sources = tuple((reader.epoch, reader.num_given_out) for reader in self._readers)
             return StreamPosition(0, self._used, sources)
         reader = self._readers[0]
-        return StreamPosition(reader.epoch, reader.index)
+        return StreamPosition(reader.epoch, reader.num_given_out)
 
     def next_sample(self, row: np.ndarray) -> SampleAnnotations:
         """Write the next usable sample's pixels to `row`; returns the rest. Counts the samples that it skips.
@@ -130,7 +130,7 @@ class ShardStream:
     def _decode(self, segment: Segment, item: RawSample, row: np.ndarray) -> SampleAnnotations | None:
         """Write a sample's pixels to `row`; returns the rest, or None if sample weights leave it out of this epoch.
 
-        All its random numbers depend on its place alone. Raises BrokenSampleError.
+        All its random numbers depend on its segment and index alone. Raises BrokenSampleError.
         """
         if item.error:
             raise BrokenSampleError(item.error, item.detail)
@@ -140,16 +140,16 @@ class ShardStream:
             draw = CounterRNG(seed, WEIGHT, segment.shuffle_key, hash64(item.key))
             if draw.uniform() >= item.keep_probability:
                 return None
-        place = segment.shuffle_key, segment.shard, item.index
-        rng = CounterRNG(seed, CAPTION, *place)
+        sample_id = segment.shuffle_key, segment.shard, item.index
+        rng = CounterRNG(seed, CAPTION, *sample_id)
         captions = spec.selection.draw(item.members, rng)
         spec.selection.check(item, [caption for caption, _ in captions])
-        negatives = spec.selection.draw_negatives(item.members, CounterRNG(seed, NEGATIVE, *place))
+        negatives = spec.selection.draw_negatives(item.members, CounterRNG(seed, NEGATIVE, *sample_id))
         fallback_number = item.key if spec.repeats_samples else item.index
         sameness_key = spec.selection.sameness_key(item, captions[0][0], f"{segment.shard} {fallback_number}")
         features = [teacher.read(item.members) for teacher in spec.shards.teachers]
         texts = [draw_part(text, part, rng, spec.fits_context) if part else text for text, part in captions]
-        spec.transform(image_bytes(item.members), CounterRNG(seed, AUGMENT, *place), row)
+        spec.transform(image_bytes(item.members), CounterRNG(seed, AUGMENT, *sample_id), row)
         return SampleAnnotations(texts + negatives, sameness_key, features)
 
     def close(self) -> None:

@@ -8,7 +8,7 @@ import torch
 
 from clipscale.common.errors import UserError
 from clipscale.data.loader import host_batch
-from clipscale.data.loader.host_batch import Layout, create_arena
+from clipscale.data.loader.host_batch import BatchLayout, create_arena
 from tests.data.files import sample, write_tar
 from tests.data.streams import open_stream
 
@@ -108,7 +108,7 @@ def test_what_is_copied_to_the_gpu_is_locked_until_the_end(
 ) -> None:
     runtime = Runtime(answer)
     monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
-    memory = create_arena(Layout(2, 8, 16, 4))
+    memory = create_arena(BatchLayout(2, 8, 16, 4))
     memory.pin()
     assert memory.is_pinned == (not answer) == (not caplog.text)
     assert not answer or "could not be page-locked (CUDA error 2)" in caplog.text
