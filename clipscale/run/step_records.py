@@ -46,8 +46,8 @@ class StepRecords:
         """Add a step that the device may still be computing. `record`: what the loop knows of it."""
         self.flush()
         now = time.monotonic()
-        widths = result.widths
-        mean_width = sum(width * count for width, count in widths.items()) / sum(widths.values())
+        num_texts = sum(result.texts_by_seq_len.values())
+        num_tokens = sum(seq_len * count for seq_len, count in result.texts_by_seq_len.items())
         scalars = result.scalars
         measured: StepRecord = {
             "loss": scalars.loss,
@@ -59,7 +59,7 @@ class StepRecords:
             "samples_per_s_wall": record["batch"] / max(now - self._measured_at, CLOCK_STEP_S),
             "host_rss_bytes": psutil.Process().memory_info().rss,
             **self._stream.record(),
-            "caption_tokens": mean_width,  # with padding
+            "caption_tokens": num_tokens / num_texts,  # with padding
         }
         self._measured_at = now
         self._unfinished = PendingRecord({**record, **measured}, result, Readback.start_scalars(logit_scale))
@@ -105,6 +105,6 @@ class StepRecords:
             "samples_per_s_per_gpu": rate / self._world_size,
             "data_wait_frac": result.waited_s / timer.total,
             **timer.record(),
-            "mfu": self._flops.utilisation(rate / self._world_size, result.widths),
+            "mfu": self._flops.utilisation(rate / self._world_size, result.texts_by_seq_len),
         }
         return cast(StepRecord, complete)

@@ -135,6 +135,6 @@ def compile_step(train_step: TrainStep, config: TrainConfig, local_batch: int) -
         world,
         config.data.text_layout.texts_per_sample,
     )
-    if problem and world.is_rank0:
+    if problem is not None and world.is_rank0:
         log_warning(f"model.compile={config.model.compile}: the towers run without compiled code ({problem})")
-    return not problem
+    return problem is None

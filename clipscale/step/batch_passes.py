@@ -24,7 +24,7 @@ class EncodedBatch(NamedTuple):
 
     # The arguments of the cache's loss: images (N, D) and texts, or a captioner's pairs (N, 2, D).
     features: list[Tensor]
-    # The text tower's input, which has the width of each chunk.
+    # The text tower's input, which knows the padded length of each chunk.
     texts: TextLoader
 
 

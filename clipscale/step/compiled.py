@@ -1,7 +1,9 @@
 """Towers under torch.compile, block by block: a tower's blocks are alike, so they share one compilation."""
 
 import math
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 
 import torch
 from torch import nn
@@ -68,16 +70,16 @@ def try_compiled(
     precision: Precision,
     world: World,
     texts_per_sample: int = 1,
-) -> str:
-    """Run every kind of pass of the compiled towers on random inputs, so that no step compiles. Returns why they do not
-    run; empty if they do.
+) -> str | None:
+    """Run every kind of pass of the compiled towers on random inputs, so that no step compiles. A collective.
 
-    `local_batch`: samples of this process, with `texts_per_sample` captions and hard negatives each. The last chunk of
-    images, or of texts, may be shorter. If a rank fails, all ranks run without compiled code from then on. But FSDP2
-    gathers weights in these passes: if the compiler fails on some ranks alone, the others wait for them until
-    `World.timeout`, and the run ends.
+    Returns None if they run on all ranks. Otherwise returns the problem of one rank, and all ranks run without compiled
+    code from then on. But FSDP2 gathers weights in these passes: if the compiler fails on some ranks alone, the others
+    wait for them until `World.timeout`, and the run ends.
+
+    `local_batch`: samples of this process, with `texts_per_sample` captions and hard negatives each.
     """
-    problem = ""
+    problem: str | None = None
     try:
         with RandomState.now(world.device).preserved():
             for tower in towers:
@@ -87,8 +89,8 @@ def try_compiled(
                 run_every_pass(model, tower, chunk, rows, precision, has_other_ranks=world.size > 1)
     except Exception as error:  # a compiler's failure does not end a run
         problem = one_line(error)
-    problem = next(filter(None, world.all_gather_object(problem)), "")
-    if problem:
+    problem = next(filter(None, world.all_gather_object(problem)), None)
+    if problem is not None:
         torch.compiler.set_stance("force_eager")
     model.zero_grad()
     return problem
@@ -103,24 +105,26 @@ def run_every_pass(
     *,
     has_other_ranks: bool,
 ) -> None:
-    """Run every kind of pass of a tower on random inputs: a full chunk and the last one, each once with cast weights
-    and once with the tower's own, which DDP needs in the last chunk. A collective under FSDP2.
+    """Run every kind of pass of a tower on random inputs. A collective under FSDP2.
+
+    A full chunk and the last one, which may be shorter, run twice each, with cast weights. With other ranks the second
+    run has the tower's own weights, as DDP needs them in the last chunk of a step; DDP itself is not around the tower
+    here. If FSDP2 has sharded the tower, no pass has cast weights.
 
     `rows`: the tower's images or texts in a step. There may be fewer than `chunk`, which an earlier start has chosen.
-
-    `has_other_ranks`: the steps then wrap the tower in DDP, which is not around it here. Or FSDP2 has sharded it: then
-    no pass has cast weights.
     """
     draw = random_pixels if tower is model.image else random_captions
     cast_weights = CastWeights()
     cast_weights.start_step(tower, precision.autocast, num_chunks=math.ceil(rows / chunk))
+    with_cast_weights = partial(cast_weights.in_pass, builds_graph=True, is_last_backward=False)
+    contexts: list[Callable[[], AbstractContextManager[None]]] = [
+        with_cast_weights,
+        nullcontext if has_other_ranks else with_cast_weights,
+    ]
     for size in {min(chunk, rows), rows % chunk or chunk}:
         inputs = draw(model, precision.device, size)
-        for is_last_backward in (False, True):
-            casts: AbstractContextManager[object] = cast_weights.in_pass(builds_graph=True, is_last_backward=False)
-            if has_other_ranks and is_last_backward:
-                casts = nullcontext()
-            with batch_norm_preserved(tower), precision.autocast(), casts:
+        for context in contexts:
+            with batch_norm_preserved(tower), precision.autocast(), context():
                 both_passes(tower, inputs)
 
 

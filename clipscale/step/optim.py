@@ -122,7 +122,7 @@ class ParameterGroup(TypedDict):
     """Parameters that an optimizer updates alike, as torch takes them."""
 
     params: list[nn.Parameter]
-    # The factor of their learning rate.
+    # Their lr_factor, under timm's name of it, which checkpoints have, too.
     lr_scale: float
     weight_decay: float
     # Whether AdamW updates them if the optimizer is Muon.
@@ -267,6 +267,7 @@ class Schedule:
 
 
 def set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:
-    """Set the learning rate of every parameter group, times the group's own factor."""
+    """Set the learning rate of every parameter group: `lr`, times the group's own lr_factor."""
     for group in optimizer.param_groups:
-        group["lr"] = lr * group.get("lr_scale", 1.0)
+        lr_factor = group.get("lr_scale", 1.0)
+        group["lr"] = lr * lr_factor

@@ -45,8 +45,8 @@ class StepResult:
     timer: StepTimer
     # Seconds of the step in which this rank waited for samples.
     waited_s: float
-    # Width in tokens -> texts that the text tower computed at it.
-    widths: dict[int, int]
+    # Padded length in tokens -> how many texts the text tower computed at it.
+    texts_by_seq_len: dict[int, int]
     # Statistics of the features; None on other ranks than 0 and in most steps.
     statistics: PendingStatistics | None
 
@@ -108,7 +108,7 @@ class TrainStep:
             wants_save=next_step_sync.result.wants_save,
             timer=timer,
             waited_s=stream.waited_s - waited_before,
-            widths=texts.widths(),
+            texts_by_seq_len=texts.widths(),
             statistics=statistics,
         )
 

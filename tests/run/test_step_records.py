@@ -43,7 +43,7 @@ def logged(folder: Path, scalars: StepScalars) -> StepRecord:
     timer = StepTimer(torch.device("cpu"))
     with timer("encode"):
         pass
-    done = StepResult(scalars, wants_save=False, timer=timer, waited_s=0.0, widths={8: 8}, statistics=None)
+    done = StepResult(scalars, wants_save=False, timer=timer, waited_s=0.0, texts_by_seq_len={8: 8}, statistics=None)
     records.add({"step": 1, "batch": 8}, done, torch.tensor(14.3))
     records.close()
     (record,) = read_metrics(folder / "metrics.jsonl")

@@ -194,11 +194,11 @@ class ChunkedTower:
 
         `builds_graph`: see `CastWeights.in_pass`. `backpropagates`: whether the backward pass runs inside, too.
         """
-        is_last = self.has_last_backward(i)
+        is_last_backward = self.has_last_backward(i)
         with (
             # A kept graph's backward pass comes later. DDP is armed before it, by `rearm_ddp_sync`.
-            sync_context(self.encoder, is_last_backward=is_last and backpropagates),
-            self.cast_weights.in_pass(builds_graph=builds_graph, is_last_backward=is_last),
+            sync_context(self.encoder, is_last_backward=is_last_backward and backpropagates),
+            self.cast_weights.in_pass(builds_graph=builds_graph, is_last_backward=is_last_backward),
         ):
             yield
 
