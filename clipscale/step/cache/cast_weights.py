@@ -74,7 +74,7 @@ class CastWeights:
         self.clear()
 
     def clear(self) -> None:
-        """Drop the cast weights, and leave every gradient as it is. Uses no device, which an error may have left."""
+        """Drop the cast weights, and leave every gradient as it is. Does not use the device: it may have failed."""
         self.layers.clear()
         self.gradients.clear()
         self.zeros.clear()

@@ -102,19 +102,19 @@ def refuse_static_graph(encoder: Callable[..., object]) -> None:
 # ---- an encoder's output ----
 
 
-def check_output(rows: object, loss: Tensor | None, num_samples: int, *, is_mapped: bool) -> None:
+def check_output(representations: object, loss: Tensor | None, num_samples: int, *, is_mapped: bool) -> None:
     """The representations of a chunk are a tensor with a row for each sample, and its own loss is a scalar.
 
     `is_mapped`: the representations are what `representation=` returned.
     """
-    if not isinstance(rows, Tensor):
+    if not isinstance(representations, Tensor):
         source = "representation=" if is_mapped else "an encoder"
         raise ValueError(
-            f"{source} returned a {type(rows).__name__}, not a tensor; representation= takes a function that maps "
-            "an encoder's output to its tensor, one row for each sample"
+            f"{source} returned a {type(representations).__name__}, not a tensor; representation= takes a function "
+            "that maps an encoder's output to its tensor, one row for each sample"
         )
-    if rows.shape[0] != num_samples:
-        raise ValueError(f"an encoder returned {rows.shape[0]} rows for {num_samples} samples")
+    if representations.shape[0] != num_samples:
+        raise ValueError(f"an encoder returned {representations.shape[0]} rows for {num_samples} samples")
     if loss is not None and loss.shape != ():
         raise ValueError(f"ChunkOutput: a chunk's loss is a sum over its samples, 0-d, not {tuple(loss.shape)}")
 

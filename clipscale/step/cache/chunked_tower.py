@@ -45,10 +45,12 @@ class ChunkedTower:
     representations: Tensor = field(default_factory=lambda: torch.empty(0))
     inputs: LazyInput | None = None
     num_rows: int = 0
-    # The chunk size, or fewer in a smaller batch. Sorted captions have other chunks, which differ between the ranks.
+    # Rows of a full chunk: the chunk size, or all rows of a smaller batch. It is the same on all ranks. Sorted captions
+    # have chunks of other sizes, which differ between the ranks.
     chunk_rows: int = 0
+    # The chunks, as ranges of positions in the input's own order.
     spans: list[Span] = field(default_factory=list)
-    # Row of the batch at each position of a `ReorderedInput`.
+    # For a `ReorderedInput`, the row of the batch at each of its positions; None if the rows are in the batch's order.
     batch_rows: Tensor | None = None
     # The random state before each chunk.
     random_states: list[RandomState] = field(default_factory=list)
@@ -92,20 +94,20 @@ class ChunkedTower:
         return len(self.spans)
 
     def encode(self, graphs: KeptGraphs, before_chunk: Poll) -> Tensor:
-        """First pass. Returns the representations of all rows. `graphs`: the plan for the graphs of its chunks."""
+        """First pass. Returns the representations of all rows. `graphs`: how many graphs it keeps, by the plan."""
         self.graphs = graphs
         for i in range(len(self.spans)):
             before_chunk()
             self.random_states.append(RandomState.now())
-            out = self.encode_chunk(i)
+            chunk = self.encode_chunk(i)
             if i == 0:
-                self.representations = out.new_empty((self.num_rows, *out.shape[1:]))
-            self.representations[self.rows(i)] = out
+                self.representations = chunk.new_empty((self.num_rows, *chunk.shape[1:]))
+            self.representations[self.rows_of_chunk(i)] = chunk
         graphs.agree_on_size(self.representations.device)
         return self.representations.requires_grad_(self.has_second_pass)
 
     def encode_chunk(self, i: int) -> Tensor:
-        """The first pass of chunk i, by the policy that `KeptGraphs` chooses; a second try if its graph does not fit.
+        """The first pass of chunk i; without a graph, if the graph that it was to keep does not fit.
 
         Returns its representations, detached.
         """
@@ -115,16 +117,16 @@ class ChunkedTower:
         except torch.OutOfMemoryError:
             if policy is not GraphPolicy.KEEP or self.graphs.memory_policy is not ShortMemoryPolicy.RETRY:
                 raise
-        # After the handler, because until it ends the error holds the tensors of the failed pass.
+        # This is after the handler, because the error holds the tensors of the failed pass until the handler ends.
         self.graphs.drop_all()
         self.random_states[i].restore()
         return self.first_pass(i, self.graphs.planned_policy(i))
 
     def first_pass(self, i: int, policy: GraphPolicy) -> Tensor:
-        """Encode chunk i, and do with its graph what the policy says. Returns its representations, detached."""
+        """Encode chunk i, and keep, measure or discard its graph. Returns its representations, detached."""
         checks_output = self.needs_output_check
         context: AbstractContextManager[object] = nullcontext() if checks_output else self.graphs.graph_context(policy)
-        with self.around_pass(i, builds_graph=policy.builds_whole_graph), context:
+        with self.pass_context(i, builds_graph=policy.builds_whole_graph), context:
             out = self.forward_chunk(i)
         if checks_output:
             refuse_graph(out)
@@ -145,7 +147,7 @@ class ChunkedTower:
     # ---- second pass ----
 
     def replay(self, before_chunk: Poll, loss_gradient: Callable[[Tensor], Tensor]) -> list[Tensor]:
-        """Second pass: backpropagate through the kept graphs, then replay the other chunks.
+        """Second pass. The first chunks may have kept graphs. The others are encoded again, with a graph.
 
         Each kept graph has its own backward pass: a joint one would sum gradients in the weights' type, bf16 perhaps.
 
@@ -158,16 +160,18 @@ class ChunkedTower:
         with batch_norm_preserved(self.encoder), RandomState.now().preserved():
             for i in range(len(self.spans)):
                 before_chunk()
-                with self.around_pass(i, builds_graph=True, backpropagates=True):
+                with self.pass_context(i, builds_graph=True, backpropagates=True):
                     out = self.output_with_graph(i)
-                    backward_chunk(out, gradient[self.rows(i)], loss_gradient)
+                    backward_chunk(out, gradient[self.rows_of_chunk(i)], loss_gradient)
                 if out.loss is not None:
                     losses.append(out.loss.detach())
         return losses
 
     def output_with_graph(self, i: int) -> ChunkOutput:
-        """The output of chunk i, the next one to backpropagate: from its kept graph, or from another pass with the
-        random numbers of its first one."""
+        """The output of chunk i, the next one to backpropagate: the kept one, or that of another forward pass.
+
+        The other pass has the random numbers of the first one.
+        """
         if self.graphs.outputs:
             out = self.graphs.outputs.pop(0)
             return rearm_ddp_sync(self.encoder, out) if self.has_last_backward(i) else out
@@ -175,12 +179,12 @@ class ChunkedTower:
         return self.forward_chunk(i)
 
     def end_step(self) -> None:
-        """After the replay, drop gradients of zeros (see `CastWeights.end_step`), and let go of the batch."""
+        """After the replay, drop gradients of zeros (see `CastWeights.end_step`), and release the batch."""
         self.cast_weights.end_step()
         self.discard_step()
 
     def discard_step(self) -> None:
-        """Let go of the batch, its representations, the kept graphs and the cast weights."""
+        """Release the batch, its representations, the kept graphs and the cast weights."""
         self.representations = torch.empty(0)
         self.graphs.outputs.clear()
         self.inputs = None
@@ -189,8 +193,8 @@ class ChunkedTower:
     # ---- one chunk, in both passes ----
 
     @contextmanager
-    def around_pass(self, i: int, *, builds_graph: bool, backpropagates: bool = False) -> Iterator[None]:
-        """Context of each pass of chunk i: says whether ranks sum its gradients, and which weights its layers use.
+    def pass_context(self, i: int, *, builds_graph: bool, backpropagates: bool = False) -> Iterator[None]:
+        """Context of each pass of chunk i: decides whether ranks sum its gradients, and which weights its layers use.
 
         `builds_graph`: see `CastWeights.in_pass`. `backpropagates`: whether the backward pass runs inside, too.
         """
@@ -212,13 +216,13 @@ class ChunkedTower:
                 out = self.encoder(**arguments)
             else:
                 out = self.encoder(*(arguments if isinstance(arguments, tuple) else (arguments,)))
-            rows, loss = out if isinstance(out, ChunkOutput) else (out, None)
+            representations, loss = out if isinstance(out, ChunkOutput) else (out, None)
             if self.representation is not None:
-                rows = self.representation(rows)
-        check_output(rows, loss, stop - start, is_mapped=self.representation is not None)
-        return ChunkOutput(rows, loss)
+                representations = self.representation(representations)
+        check_output(representations, loss, stop - start, is_mapped=self.representation is not None)
+        return ChunkOutput(representations, loss)
 
-    def rows(self, i: int) -> slice | Tensor:
+    def rows_of_chunk(self, i: int) -> slice | Tensor:
         """The rows of the batch in chunk i, as an index."""
         start, stop = self.spans[i]
         return slice(start, stop) if self.batch_rows is None else self.batch_rows[start:stop]
@@ -231,16 +235,16 @@ class ChunkedTower:
 def backward_chunk(out: ChunkOutput, gradient: Tensor, loss_gradient: Callable[[Tensor], Tensor]) -> None:
     """One backward pass of a chunk. `gradient`: of its representations; `loss_gradient`: see `ChunkedTower.replay`.
 
-    A chunk with a loss of its own has two roots. autograd gets only roots that have a graph; a root that depends on
-    frozen weights alone has none. Raises ValueError if no root has one.
+    A chunk with a loss of its own has two roots. A root that depends on frozen weights alone has no graph, and is left
+    out. Raises ValueError if no root has a graph.
     """
     roots = [(out.representations, gradient)]
     if out.loss is not None:
         roots.append((out.loss, loss_gradient(out.loss)))
-    trained = [(root, value) for root, value in roots if root.requires_grad]
-    if not trained:
+    with_graph = [(root, gradient_of_root) for root, gradient_of_root in roots if root.requires_grad]
+    if not with_graph:
         raise ValueError(
             "an encoder that trains returned a tensor without a graph to its parameters, so it learns nothing: leave "
             "out its .detach() or torch.no_grad(), or give a module that is frozen (.requires_grad_(False))"
         )
-    torch.autograd.backward([root for root, _ in trained], [value for _, value in trained])
+    torch.autograd.backward([root for root, _ in with_graph], [gradient_of_root for _, gradient_of_root in with_graph])

@@ -253,7 +253,7 @@ class GradCache:
         return [tower.graphs for tower in self.towers]
 
     def num_chunk_passes(self, samples: int) -> int:
-        """The passes of chunks in a step of this many samples, each with a call of `before_chunk`.
+        """The number of chunk passes in a step of this many samples. `before_chunk` is called before each.
 
         An estimate for a tower whose first pass has not begun, unless its input has a row for each sample, in order.
         """

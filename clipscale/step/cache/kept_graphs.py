@@ -1,4 +1,6 @@
-"""Kept graphs: which chunks keep their graph from the first pass, so that they need no second pass, and in what memory.
+"""Kept graphs: which chunks keep their graph from the first pass, and in how much memory.
+
+A chunk with a kept graph needs no second pass.
 
 With a number of bytes for them (`max_bytes` of `GraphBudget`), as many graphs are kept as fit:
 
@@ -89,13 +91,13 @@ class KeptGraphs:
     # The plan before the first pass: this rank keeps the graphs of the first `num_planned` chunks. The same number on
     # all ranks, unless one of them has run short of memory in an earlier tower of this step.
     num_planned: int = 0
-    # The number of graphs that it does keep, fewer if its memory runs short.
+    # The number of graphs that this rank does keep: fewer if its memory runs short.
     num_kept: int = 0
     # The outputs of the kept chunks that are still to be backpropagated, in order; they hold the graphs.
     outputs: list[ChunkOutput] = field(default_factory=list)
-    # Whether the graphs of this step are measured, and their bytes.
+    # Whether the graphs of this step are measured, and the bytes of those measured so far.
     is_measuring: bool = False
-    measured: list[int] = field(default_factory=list)
+    measured_bytes: list[int] = field(default_factory=list)
     memory_policy: ShortMemoryPolicy = ShortMemoryPolicy.RAISE
     # Whether a graph did not fit.
     is_out_of_memory: bool = False
@@ -136,7 +138,7 @@ class KeptGraphs:
             case GraphPolicy.MEASURE:
                 with measured_graph(self.on_gpu) as size:
                     yield
-                self.measured.append(size())
+                self.measured_bytes.append(size())
             case GraphPolicy.DISCARD:
                 with torch.autograd.graph.saved_tensors_hooks(lambda tensor: None, lambda nothing: nothing):
                     yield
@@ -151,12 +153,12 @@ class KeptGraphs:
         """
         if not self.is_measuring:
             return
-        graphs = self.measured
-        if len(graphs) > 2:
+        sizes = self.measured_bytes
+        if len(sizes) > 2:
             # Leaves out the first chunk, which also allocates what later ones reuse, such as gathered weights. Of two
             # chunks the first one counts, because the second may be shorter.
-            graphs = graphs[1:]
-        self.graph_bytes = max(1, largest_of_ranks(max(graphs), device))
+            sizes = sizes[1:]
+        self.graph_bytes = max(1, largest_of_ranks(max(sizes), device))
 
     def drop_all(self) -> None:
         """Drop the kept graphs, whose chunks then have a second pass, and keep no more in this step."""

@@ -249,6 +249,6 @@ def test_a_plan_leaves_out_reserved_memory_and_measures_no_tower_without_a_secon
 @pytest.mark.parametrize(("sizes", "agreed"), [([9], 9), ([9, 5], 9), ([9, 5, 6], 6), ([9, 7, 6], 7)])
 def test_the_first_of_three_graphs_does_not_count_and_that_of_two_does(sizes: list[int], agreed: int) -> None:
     """The first graph also holds what later ones reuse. But the second of two chunks may be shorter."""
-    graphs = KeptGraphs(is_measuring=True, measured=sizes)
+    graphs = KeptGraphs(is_measuring=True, measured_bytes=sizes)
     graphs.agree_on_size(torch.device("cpu"))
     assert graphs.graph_bytes == agreed
