@@ -29,7 +29,7 @@ from clipscale.step.measurements import StepTimer
 from clipscale.step.memory import measured_keep_bytes, out_of_memory_as_user_error
 from clipscale.step.optim import set_lr
 from clipscale.step.precision import Precision
-from clipscale.step.step_loss import StepLoss, StepScalars
+from clipscale.step.step_loss import StepScalars
 
 # The logit scale is clamped to this after each step, as in CLIP.
 MAX_LOGIT_SCALE = 100.0
@@ -102,7 +102,16 @@ class TrainStep:
             next_step_sync = self.passes.start_next_step_sync(stream.upcoming(), wants_save=wants_save)
             self.passes.replay(before_chunk)
         with self.phase(timer, "optim", step):
-            scalars = self.check_and_update(self.passes.step_loss(loss), stream, step)
+            step_loss = self.passes.step_loss(loss)
+            if stream.failure:
+                self.poison_gradients()
+            self.sum_and_unscale_gradients()
+            norm = gradient_norm(self.trainable_parameters)
+            scalars = StepScalars.read(step_loss, norm)  # the host waits for the device here
+            self.check_scalars(scalars, stream, step)
+            self.is_updating = True
+            self.update(norm, overflows=scalars.overflows)
+            self.is_updating = False
         return StepResult(
             scalars=scalars,
             wants_save=next_step_sync.result.wants_save,
@@ -111,6 +120,102 @@ class TrainStep:
             texts_by_seq_len=texts.widths(),
             statistics=statistics,
         )
+
+    # ---- parts of a step, in their order ----
+
+    def start_statistics(self, features: list[Tensor], step: int) -> PendingStatistics | None:
+        """Begin to compute the statistics of the features, on rank 0 in some steps; else None."""
+        if not self.world.is_rank0 or (step > 1 and step % STATISTICS_INTERVAL):
+            return None
+        return start_statistics(*self.passes.paired_features(features))
+
+    def loss_options(self, batch: HostBatch) -> LossOptions:
+        """The keywords of the loss, on the device. Waits for all samples."""
+        device = self.world.device
+        return {
+            "sameness_keys": batch.sameness_keys().to(device, non_blocking=True),
+            "teacher_features": [rows.to(device, non_blocking=True) for rows in batch.teachers()],
+        }
+
+    def sum_and_unscale_gradients(self) -> None:
+        """Sum the gradients of scale and bias over ranks, as the replay does for the towers. A collective.
+
+        With fp16 also divide all gradients by the scale of the loss.
+        """
+        sum_gradients(self.world, [self.model.logit_scale, self.model.logit_bias])
+        if self.precision.scaler:
+            self.precision.scaler.unscale_(self.optimizer)
+
+    def update(self, norm: Tensor, *, overflows: bool = False) -> None:
+        """Clip the gradients by their `norm`, update the weights, clamp the logit scale, and update the average.
+
+        `overflows`: gradients of fp16 are not finite. Then the scaler skips the update on all ranks, and the average
+        stays.
+        """
+        if self.clip_norm:
+            torch.nn.utils.clip_grads_with_norm_(self.trainable_parameters, self.clip_norm, norm)
+        scaler = self.precision.scaler
+        if scaler:
+            scaler.step(self.optimizer)
+            scaler.update()
+        else:
+            self.optimizer.step()
+        with torch.no_grad():
+            self.model.logit_scale.clamp_(max=math.log(MAX_LOGIT_SCALE))
+        if self.ema and not overflows:
+            self.ema.update()
+
+    @property
+    def cache(self) -> GradCache:
+        """The gradient cache of the passes. Its loss calls a `BatchLoss`."""
+        return self.passes.cache
+
+    @property
+    def trainable_parameters(self) -> list[nn.Parameter]:
+        """The parameters of the optimizer, in its order."""
+        return [p for group in self.optimizer.param_groups for p in group["params"]]
+
+    @property
+    def logit_scale(self) -> Tensor:
+        """The logit scale, a multiplier."""
+        return self.model.logit_scale.exp()
+
+    # ---- checks of a step ----
+
+    @contextmanager
+    def phase(self, timer: StepTimer, name: str, step: int) -> Iterator[None]:
+        """Context of a phase of a step, which the timer measures. Raises as `out_of_memory_as_user_error` does."""
+        with out_of_memory_as_user_error(self.cache, self.chunk_sizes, name, step), timer(name):
+            yield
+
+    def poison_gradients(self) -> None:
+        """Let no rank update its weights, because this rank's stream has failed.
+
+        Sets this rank's gradient of the logit scale to NaN. Its sum over ranks is NaN, and so is the gradient norm on
+        every rank, which `check_scalars` refuses.
+        """
+        assert self.model.logit_scale.grad is not None
+        self.model.logit_scale.grad.fill_(math.nan)
+
+    def check_scalars(self, scalars: StepScalars, stream: BatchStream, step: int) -> None:
+        """Raise if the loss or the gradient norm is not finite; with fp16 only the norm counts. A collective if so.
+
+        Raises the error of a rank whose stream has failed, or else UserError: training has diverged. An overflow of
+        fp16 raises nothing as long as the scaler can lower its scale: it then skips this update.
+        """
+        is_good = not scalars.overflows if self.precision.scaler else scalars.is_finite
+        if is_good:
+            return
+        run_on_all_ranks(self.world, stream.raise_failure)
+        if not self.precision.can_lower_loss_scale:
+            raise_on_all_ranks(
+                UserError(
+                    f"step {step}: loss={scalars.loss}, gradient norm={scalars.grad_norm}: training has diverged; its "
+                    "checkpoints are intact; lower optim.lr, set optim.clip_norm, or use another precision"
+                )
+            )
+
+    # ---- around a step ----
 
     @contextmanager
     def rollback_on_error(self, stream: BatchStream) -> Iterator[None]:
@@ -134,125 +239,9 @@ class TrainStep:
             reshard(self.model)  # the error may have left FSDP2's weights gathered
             raise
 
-    @contextmanager
-    def weights_for_evaluation(self, *, uses_ema: bool) -> Iterator[None]:
-        """Context of an evaluation of the model. `uses_ema`: with its averaged weights, if there is an average."""
-        ema = self.ema if uses_ema else None
-        try:
-            with ema.swapped_in() if ema else nullcontext():
-                yield
-        finally:
-            reshard(self.model)
-
-    # ---- around the passes ----
-
-    @property
-    def cache(self) -> GradCache:
-        """The gradient cache of the passes. Its loss calls a `BatchLoss`."""
-        return self.passes.cache
-
-    @property
-    def logit_scale(self) -> Tensor:
-        """The logit scale, a multiplier."""
-        return self.model.logit_scale.exp()
-
     def num_chunk_passes(self, local_batch: int) -> int:
         """The number of calls of `before_chunk` in a step; see `GradCache.num_chunk_passes`."""
         return self.cache.num_chunk_passes(local_batch)
-
-    def loss_options(self, batch: HostBatch) -> LossOptions:
-        """The keywords of the loss, on the device. Waits for all samples."""
-        device = self.world.device
-        return {
-            "sameness_keys": batch.sameness_keys().to(device, non_blocking=True),
-            "teacher_features": [rows.to(device, non_blocking=True) for rows in batch.teachers()],
-        }
-
-    def start_statistics(self, features: list[Tensor], step: int) -> PendingStatistics | None:
-        """Begin to compute the statistics of the features, on rank 0 in some steps; else None."""
-        if not self.world.is_rank0 or (step > 1 and step % STATISTICS_INTERVAL):
-            return None
-        return start_statistics(*self.passes.paired_features(features))
-
-    # ---- update ----
-
-    def check_and_update(self, loss: StepLoss, stream: BatchStream, step: int) -> StepScalars:
-        """Update the weights if the loss and the gradient norm are finite; with fp16, if the norm is. Returns both.
-
-        A collective. Raises as `run` does.
-
-        The host waits for the device here, to read the scalars.
-        """
-        if stream.failure:
-            self.poison_gradients()
-        self.sum_and_unscale_gradients()
-        norm = gradient_norm(self.trainable_parameters)
-        scalars = StepScalars.read(loss, norm)
-        is_bad = scalars.overflows if self.precision.scaler else not scalars.is_finite
-        if is_bad:  # raises, unless the scaler can lower its scale: it then skips this update
-            self.raise_if_failed_or_diverged(scalars, stream, step)
-        self.is_updating = True
-        self.update(norm, overflows=scalars.overflows)
-        self.is_updating = False
-        return scalars
-
-    def poison_gradients(self) -> None:
-        """Set this rank's gradient of the logit scale to NaN.
-
-        It is summed over ranks, so the gradient norm is NaN on all of them, and none updates its weights.
-        """
-        assert self.model.logit_scale.grad is not None
-        self.model.logit_scale.grad.fill_(math.nan)
-
-    def raise_if_failed_or_diverged(self, scalars: StepScalars, stream: BatchStream, step: int) -> None:
-        """Raise the reason why the scalars are not finite. A collective.
-
-        It is the error of a rank whose stream has failed and which has poisoned its gradients, or else divergence.
-        An overflow of fp16 raises nothing as long as the scaler can lower its scale.
-        """
-        run_on_all_ranks(self.world, stream.raise_failure)
-        if not self.precision.can_lower_loss_scale:
-            raise_on_all_ranks(
-                UserError(
-                    f"step {step}: loss={scalars.loss}, gradient norm={scalars.grad_norm}: training has diverged; its "
-                    "checkpoints are intact; lower optim.lr, set optim.clip_norm, or use another precision"
-                )
-            )
-
-    def sum_and_unscale_gradients(self) -> None:
-        """Sum the gradients of scale and bias over ranks, as the replay does for the towers. A collective.
-
-        With fp16 also divide all gradients by the scale of the loss.
-        """
-        sum_gradients(self.world, [self.model.logit_scale, self.model.logit_bias])
-        if self.precision.scaler:
-            self.precision.scaler.unscale_(self.optimizer)
-
-    @property
-    def trainable_parameters(self) -> list[nn.Parameter]:
-        """The parameters of the optimizer, in its order."""
-        return [p for group in self.optimizer.param_groups for p in group["params"]]
-
-    def update(self, norm: Tensor, *, overflows: bool = False) -> None:
-        """Clip the gradients by their `norm`, update the weights, clamp the logit scale, and update the average.
-
-        `overflows`: gradients of fp16 are not finite. Then the scaler skips the update on all ranks, and the average
-        stays.
-        """
-        scaler = self.precision.scaler
-        if self.clip_norm:
-            torch.nn.utils.clip_grads_with_norm_(self.trainable_parameters, self.clip_norm, norm)
-        if scaler:
-            scaler.step(self.optimizer)
-            scaler.update()
-        else:
-            self.optimizer.step()
-        with torch.no_grad():
-            self.model.logit_scale.clamp_(max=math.log(MAX_LOGIT_SCALE))
-        if self.ema and not overflows:
-            self.ema.update()
-
-    # ---- chunks and their memory ----
 
     def size_graph_budget(self, timer: StepTimer) -> None:
         """With `cache.keep=auto`, after the first update, set the memory for kept graphs to what this step left free.
@@ -264,7 +253,11 @@ class TrainStep:
             self.cache.keep_bytes = measured_keep_bytes(self.world, timer, self.cache.graph_bytes)
 
     @contextmanager
-    def phase(self, timer: StepTimer, name: str, step: int) -> Iterator[None]:
-        """Context of a phase of a step, which the timer measures. Raises as `out_of_memory_as_user_error` does."""
-        with out_of_memory_as_user_error(self.cache, self.chunk_sizes, name, step), timer(name):
-            yield
+    def weights_for_evaluation(self, *, uses_ema: bool) -> Iterator[None]:
+        """Context of an evaluation of the model. `uses_ema`: with its averaged weights, if there is an average."""
+        ema = self.ema if uses_ema else None
+        try:
+            with ema.swapped_in() if ema else nullcontext():
+                yield
+        finally:
+            reshard(self.model)
