@@ -40,8 +40,8 @@ def can_save_after(error: Exception, run: Savable) -> bool:
     - It did not interrupt an update: after half an update some weights are new and others old.
     - The folder is still this run's.
 
-    A save also needs every rank's position in the data, for which `save_at_once` asks. If a rank does not know its own,
-    `save_at_once` raises the loader's error on all ranks and saves nothing.
+    A save also needs every rank's position in the data. If a rank does not know its own, `save_at_once` raises the
+    loader's error on all ranks and saves nothing.
     """
     if isinstance(unwrap_agreed(error), FolderInUseError):
         return False
@@ -50,19 +50,18 @@ def can_save_after(error: Exception, run: Savable) -> bool:
 
 @contextmanager
 def saving_on_early_end(run: Savable) -> Iterator[None]:
-    """Context of a run's loop: saves the completed steps after a signal, and after an error for which `can_save_after`
-    is true.
+    """Context of a run's loop: saves the completed steps after a signal, and after most errors (`can_save_after`).
 
     After a signal, raises StoppedError, or what the save raises, such as UnwritableError. After an error, raises that
-    error; a save that fails is then only a warning.
+    error; if the save fails, too, that is only a warning.
     """
     try:
         yield
     except (UserError, OSError, *OUT_OF_MEMORY) as error:
-        signal = unwrap_agreed(error)
-        if isinstance(signal, SignalError):  # raised on all ranks
+        cause = unwrap_agreed(error)
+        if isinstance(cause, SignalError):  # raised on all ranks
             run.save_at_once()
-            raise StoppedError(early_end_message(signal.signum, run.step), signal.signum) from None
+            raise StoppedError(early_end_message(cause.signum, run.step), cause.signum) from None
         if can_save_after(error, run):
             try:
                 run.save_at_once()
@@ -86,9 +85,9 @@ def stop_if_folder_removed(
     if lock is None:
         yield
         return
-    removed = run_on_rank0(world, lock.renew)
+    was_removed = run_on_rank0(world, lock.renew)
     yield
-    if removed:
+    if was_removed:
         wait_for_save()
         raise_on_all_ranks(
             UserError(

@@ -1,4 +1,4 @@
-"""Keeps a second run out of a run's folder: rank 0 holds a lock on it for the run's life."""
+"""Keeps a second run out of a run's folder: rank 0 holds a lock on the folder until the run ends."""
 
 import fcntl
 import logging
@@ -28,7 +28,7 @@ class FolderInUseError(UserError):
 class RunLock:
     """The lock of a run's folder: `flock` on run.lock. The kernel releases it, however the process ends.
 
-    The file names process and host, for the message.
+    The file names the process and the host that hold it, for the message to others.
     """
 
     def __init__(self, run_dir: Path) -> None:
@@ -40,14 +40,14 @@ class RunLock:
     def acquire(self) -> None:
         """Make the run's folder, and take its lock. Waits a short time for another holder.
 
-        Then removes the half-written files of a dead run. On a file system without locks it removes none,
-        because another run may still be writing them. Raises FolderInUseError if another run keeps the lock.
+        Then removes the half-written files of a dead run. Where the file system has no locks they stay, because a live
+        run may be writing them. Raises FolderInUseError if another run keeps the lock.
         """
         self.has_made_folder |= not self.run_dir.exists()
         make_folder(self.run_dir)
         file = (self.run_dir / LOCK).open("a+")
         is_locked = wait_for_flock(file, self.run_dir)
-        if self._removed(file):  # a holder that failed at its start has removed it
+        if self._was_removed(file):  # a holder that failed at its start has removed it
             file.close()
             self.acquire()
             return
@@ -62,13 +62,14 @@ class RunLock:
         """Take the lock again if the folder was removed, and return whether it was. Raises UserError if another run has
         begun in its place."""
         assert self.file is not None
-        removed = self._removed(self.file)
-        if removed:
+        was_removed = self._was_removed(self.file)
+        if was_removed:
             self.release()
             self.acquire()
-        return removed
+        return was_removed
 
-    def _removed(self, file: IO[str]) -> bool:
+    def _was_removed(self, file: IO[str]) -> bool:
+        """Whether the path of the lock is no longer this file's."""
         try:
             return not os.path.samestat(os.fstat(file.fileno()), (self.run_dir / LOCK).stat())
         except FileNotFoundError:
@@ -77,8 +78,9 @@ class RunLock:
     def release(self) -> None:
         """Give the lock back. Removes the folder if this lock has made it and nothing is in it. Safe without a lock."""
         if self.file:
-            ours = self.has_made_folder and not self._removed(self.file)  # another run may have begun in its place
-            if ours and sorted(path.name for path in self.run_dir.glob("*")) == ["checkpoints", LOCK]:
+            # Where the file was removed, another run may have begun in the folder.
+            may_remove = self.has_made_folder and not self._was_removed(self.file)
+            if may_remove and sorted(path.name for path in self.run_dir.glob("*")) == ["checkpoints", LOCK]:
                 with suppress(OSError):  # the folder has other files
                     (self.run_dir / "checkpoints").rmdir()
                     (self.run_dir / LOCK).unlink()
@@ -110,7 +112,7 @@ def wait_for_flock(file: IO[str], run_dir: Path) -> bool:
             return True
         except BlockingIOError:
             file.seek(0)
-            used = f"run={run_dir} is in use by {file.read() or 'another run'}"
+            problem = f"run={run_dir} is in use by {file.read() or 'another run'}"
         except OSError as error:  # ENOSYS, ENOLCK: Lustre without the mount option flock, some NFS
             log.warning(
                 "run=%s: its file system has no locks (%s); make sure that no second run writes there",
@@ -118,8 +120,8 @@ def wait_for_flock(file: IO[str], run_dir: Path) -> bool:
             )  # fmt: skip
             return False
         if time.monotonic() > deadline:
-            raise FolderInUseError(f"{used}; stop that run, or choose another run=NAME")
+            raise FolderInUseError(f"{problem}; stop that run, or choose another run=NAME")
         if not has_announced:
-            log.warning("%s; waiting up to %.0f s for its end", used, WAIT_S)
+            log.warning("%s; waiting up to %.0f s for its end", problem, WAIT_S)
             has_announced = True
         time.sleep(0.2)

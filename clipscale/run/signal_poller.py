@@ -24,8 +24,8 @@ def next_interval(elapsed: float, calls: int) -> int:
 
 
 class SignalPoller:
-    """Records a scheduler's warning or Ctrl-C. A later call of `poll` raises SignalError, on all ranks at the same
-    call, so that the run can save. With one process it is the next call.
+    """Records a scheduler's warning or Ctrl-C. A later call of `poll` then raises SignalError, the same call on all
+    ranks, so that the run can save. With one process it is the next call.
 
     Warnings are SIGTERM, SIGUSR1 and SIGHUP. A closed terminal sends SIGHUP; a run started by nohup ignores it. A later
     Ctrl-C raises KeyboardInterrupt. Works in the main thread only.
@@ -36,13 +36,14 @@ class SignalPoller:
         self.signum = 0
         self._world = world
         self._came_at = 0.0
-        # The vote that was begun last, if any, and the time when it began. A rank sends its last signal and proposes an
-        # interval. The highest signal and the lowest interval are the outcome.
+        # The last vote, if any, and the time when it began. A rank sends its last signal and proposes an interval. The
+        # highest signal and the lowest interval are the outcome.
         self._vote: AsyncReduction | None = None
         self._voted_at = time.monotonic()
-        # Calls of `poll` from the last vote to the next, and how many of them are left.
+        # Calls of `poll` between the last vote and the next one, and how many of them are left.
         self._interval = 1
         self._calls_left = 1
+        # When this rank, waiting, last asked whether another one has a signal.
         self._asked_at = self._voted_at
         self._handlers = ExitStack()
 
@@ -84,22 +85,22 @@ class SignalPoller:
             raise SignalError(self.signum)
 
     def _poll_ranks(self, every_call: bool) -> int:
-        """The signal of the last vote, if it is due; otherwise 0."""
+        """Read the last vote and begin another, if that is due. Returns the signal of the vote that was read, or 0."""
         self._calls_left -= 1
         if self._calls_left > 0 and not every_call:
             return 0
         now = time.monotonic()
         proposed = 1 if every_call else next_interval(now - self._voted_at, self._interval)
-        signum, opposite = self._vote.values() if self._vote else (0, -1)
-        # The reduction is a maximum. The interval is sent with the opposite sign, so that the lowest one wins.
+        signum, negated_interval = self._vote.values() if self._vote else (0, -1)
+        # The reduction is a maximum. The interval is sent negated, so that the lowest one wins.
         self._vote = self._world.all_reduce_max_async(self.signum, -proposed)
         self._voted_at = now
-        self._interval = 1 if every_call else -opposite
+        self._interval = 1 if every_call else -negated_interval
         self._calls_left = self._interval
         return signum
 
     def _record(self, signum: int, _: object) -> None:
-        """Record a signal. At a first Ctrl-C rank 0 prints what it does."""
+        """Record a signal. At the first Ctrl-C, rank 0 says that the run saves and ends."""
         now = time.monotonic()
         if signum == signal.SIGINT and self.signum and now - self._came_at > SAME_CTRL_C_S:
             raise KeyboardInterrupt

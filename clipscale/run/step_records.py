@@ -1,4 +1,4 @@
-"""The record of a step, completed when the device has done it. Nothing waits for the device in between."""
+"""The record of a step. It is completed when the device has done the step, so the host need not wait for that."""
 
 import time
 from dataclasses import dataclass
@@ -18,7 +18,7 @@ from clipscale.step.train_step import StepResult
 
 @dataclass(frozen=True)
 class PendingRecord:
-    """The known part of a step's record, while the device may still be computing the step."""
+    """A step's record without the numbers that the device may still be computing."""
 
     record: StepRecord
     result: StepResult
@@ -40,10 +40,13 @@ class StepRecords:
         self._flops = flops
         self._stream = stream
         self._measured_at = time.monotonic()
-        self._unfinished: PendingRecord | None = None
+        self._pending: PendingRecord | None = None
 
     def add(self, record: StepRecord, result: StepResult, logit_scale: Tensor) -> None:
-        """Add a step that the device may still be computing. `record`: what the loop knows of it."""
+        """Add a step that the device may still be computing. Logs the step before it.
+
+        `record`: what the loop knows of the step.
+        """
         self.flush()
         now = time.monotonic()
         num_texts = sum(result.texts_by_seq_len.values())
@@ -62,19 +65,19 @@ class StepRecords:
             "caption_tokens": num_tokens / num_texts,  # with padding
         }
         self._measured_at = now
-        self._unfinished = PendingRecord({**record, **measured}, result, Readback.start_scalars(logit_scale))
+        self._pending = PendingRecord({**record, **measured}, result, Readback.start_scalars(logit_scale))
 
     def log_if_ready(self) -> None:
         """Log the last step's record if the device has done the step."""
-        if self._unfinished and self._unfinished.is_ready:
+        if self._pending and self._pending.is_ready:
             self.flush()
 
     def flush(self) -> None:
         """Wait until the device has done the last step, and log its record."""
-        unfinished = self._unfinished
-        self._unfinished = None
-        if unfinished and self._log:
-            self._log.log_step(self._complete(unfinished))
+        pending = self._pending
+        self._pending = None
+        if pending and self._log:
+            self._log.log_step(self._complete(pending))
 
     def log_evaluation(self, step: int, results: Results) -> None:
         """Log the results of an evaluation."""
@@ -92,14 +95,14 @@ class StepRecords:
         if self._log:
             self._log.close()
 
-    def _complete(self, unfinished: PendingRecord) -> StepRecord:
-        record = unfinished.record
-        result = unfinished.result
+    def _complete(self, pending: PendingRecord) -> StepRecord:
+        record = pending.record
+        result = pending.result
         timer = result.timer
         rate = record["batch"] / timer.total
         complete = {
             **record,
-            "logit_scale": unfinished.logit_scale.read()[0],
+            "logit_scale": pending.logit_scale.read()[0],
             **(result.statistics.read() if result.statistics else {}),
             "samples_per_s": rate,
             "samples_per_s_per_gpu": rate / self._world_size,

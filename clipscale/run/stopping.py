@@ -24,8 +24,8 @@ HANDLER_WITHIN_S = 1.0
 LEAVE_WITHIN_S = 15.0
 # After a signal a run saves, and then waits about this many seconds at most for the checkpoint's copy.
 COPY_WITHIN_S = 60
-# The launcher kills workers this many seconds after a signal. They save first. A save of more than 90 s leaves less
-# than COPY_WITHIN_S for the copy. torch 2.11 kills them after 30 s, whatever this says.
+# After a signal, workers have this many seconds to save and to copy. Then the launcher kills them. A save of more than
+# 90 s leaves less time for the copy. torch 2.11 always gives workers 30 s.
 SHUTDOWN_S = 90 + COPY_WITHIN_S
 
 
@@ -56,26 +56,26 @@ def exit_on_signal(suffix: str = "") -> Iterator[None]:
     -  1 s: the handler has not run, as in a collective or a library's wait: another thread ends the process;
     - 15 s: the handler has run, but the main thread is still in the work: another thread ends the process.
 
-    Schedulers and launchers send further signals, which change nothing. But a later Ctrl-C raises KeyboardInterrupt.
+    Later signals of schedulers and launchers change nothing. But a later Ctrl-C raises KeyboardInterrupt.
     `suffix`: the end of the line about the signal.
     """
-    first = _FirstSignal(suffix)
-    with handling_signals(first.interrupt_work, first.end_if_stuck):
+    first_signal = _FirstSignal(suffix)
+    with handling_signals(first_signal.interrupt_work, first_signal.end_if_stuck):
         try:
-            first.begin_work()
+            first_signal.begin_work()
             yield
         except BaseException as error:  # a library's own, or the loss of a rank that ended earlier
-            if not first.signum:
+            if not first_signal.signum:
                 raise
-            raise stop_in_context(error) or StoppedError(first.line(), first.signum) from None
+            raise stop_in_context(error) or StoppedError(first_signal.message(), first_signal.signum) from None
         finally:
-            first.end_work()
-    if first.signum:  # the signal came after the work had ended
-        raise StoppedError(first.line(), first.signum)
+            first_signal.end_work()
+    if first_signal.signum:  # the signal came after the work had ended
+        raise StoppedError(first_signal.message(), first_signal.signum)
 
 
 class _FirstSignal:
-    """The first signal that comes during the work inside `exit_on_signal`, and the reactions to it."""
+    """The first signal during the work inside `exit_on_signal`, and what it does to that work."""
 
     def __init__(self, suffix: str) -> None:
         # 0: none has come.
@@ -87,8 +87,8 @@ class _FirstSignal:
         self._came_at = 0.0
         self._handler_ran = Event()
 
-    def line(self) -> str:
-        """The line that tells the user of the signal."""
+    def message(self) -> str:
+        """The line about the signal, for the user."""
         return stop_message(self.signum) + self._suffix
 
     def begin_work(self) -> None:
@@ -110,8 +110,8 @@ class _FirstSignal:
             self.signum = effective_signal(signum)
             self._came_at = now
         self._handler_ran.set()
-        comes_again = signum == signal.SIGINT and now - self._came_at > SAME_CTRL_C_S
-        if self._interrupts and (is_first or comes_again):
+        is_later_ctrl_c = signum == signal.SIGINT and now - self._came_at > SAME_CTRL_C_S
+        if self._interrupts and (is_first or is_later_ctrl_c):
             raise KeyboardInterrupt
 
     def end_if_stuck(self, signum: int) -> None:
@@ -121,7 +121,7 @@ class _FirstSignal:
         self.signum = self.signum or effective_signal(signum)
         if is_main_rank() and multiprocessing.parent_process() is None:  # `launch.local` prints for its workers
             with suppress(OSError):
-                os.write(2, f"{self.line()}\n".encode())
+                os.write(2, f"{self.message()}\n".encode())
         os._exit(128 + self.signum)
 
 

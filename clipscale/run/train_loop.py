@@ -1,6 +1,6 @@
 """The loop of a run: step after step, evaluate, save.
 
-`train.py` has what is around it, and `start/start_run.py` how a run starts.
+`train.py` calls it for each stage of a run. `start/start_run.py` makes it.
 """
 
 import time
@@ -34,7 +34,7 @@ from clipscale.step.train_step import StepResult, TrainStep
 
 @dataclass(frozen=True)
 class Intervals:
-    """When a run evaluates and saves, beside its end. 0: never."""
+    """When a run evaluates and saves before its end. 0: never."""
 
     # Whether the weights are evaluated before the first step.
     evaluates_at_start: bool = False
@@ -69,14 +69,14 @@ class TrainLoop:
     step: int
     loss: float
 
-    # What is trained, on which data, and how its rate changes.
+    # What is trained, on which data, and by which learning rates.
     train_step: TrainStep
     # Whether the towers run compiled code.
     is_compiled: bool
     stream: TrainStream
     schedule: Schedule
 
-    # When it is evaluated and saved, on which sets, and where that is written.
+    # When it is evaluated and saved, on which sets, and what writes the records and the checkpoints.
     intervals: Intervals
     evaluation: Evaluation
     records: StepRecords
@@ -86,9 +86,9 @@ class TrainLoop:
     # Prints the last lines of the run.
     print_summary: Callable[[RunResult], None]
 
-    # The last step before this start.
+    # The completed steps at this start.
     step_at_start: int = field(init=False)
-    # When the last save of this start began, by `time.monotonic()`; before the first one, when the loop was built.
+    # When the last save began, by `time.monotonic()`; before the first save, when the loop was built.
     saved_at: float = field(init=False)
     signal_poller: SignalPoller = field(init=False)
 
