@@ -1,4 +1,4 @@
-"""The loss of a run's features: the contrast and the distillation."""
+"""The loss of a batch's features: contrastive loss and distillation."""
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
@@ -73,7 +73,9 @@ class BatchLoss:
         sameness_keys: Tensor | None = None,
         teacher_features: Sequence[Tensor] = (),
     ) -> Tensor:
-        """The loss of this rank's features: images (N, D), and k captions of each, then M negatives, (N k + M, D).
+        """The mean loss of the global batch, from this rank's features.
+
+        `image_features`: (N, D). `text_features`: (N k + M, D), the k captions of each image, then M hard negatives.
 
         `sameness_keys`: (N,) int64; see `uses_sameness_keys`. `teacher_features`: of each teacher its features of the
         pictures and the captions, (N, 2, D).

@@ -1,4 +1,4 @@
-"""A captioner's passes: one encoder of pairs in the place of two towers, and a caption loss beside the contrast.
+"""A captioner's passes: one encoder of pairs in the place of two towers, and a caption loss beside the contrastive one.
 
 N: samples of this rank (in `FrozenTowerOutputs`: images of one chunk); D: feature width; P: tokens of an image;
 W: width of the decoder.
@@ -48,7 +48,7 @@ class CaptionerPasses(BatchPasses):
             outputs = FrozenTowerOutputs(pairs.images, self.frozen_images, self.autocast, reserved_bytes)
             pairs.images = outputs
             features = self.cache.encode_tower(0, pairs, before_chunk, reserved_bytes=reserved_bytes)
-            self.image_bytes = outputs.bytes_each
+            self.image_bytes = outputs.bytes_per_image
         # At least 1, because it divides. It is 0 only after a failure of the loader, which ends the step.
         self.num_labels = max(1, self.inputs.num_caption_labels(local_caption_labels(batch)))
         return EncodedBatch([features], pairs.texts)
@@ -80,11 +80,10 @@ def local_caption_labels(batch: HostBatch) -> int:
 
 
 class FrozenTowerOutputs:
-    """Gives a captioner the outputs of a frozen image tower in the place of pixels: features (N, D) and tokens
-    (N, P, W).
+    """A captioner's images as the outputs of a frozen image tower: features (N, D) and tokens (N, P, W).
 
-    Each image is encoded once, as far as memory for its tokens allows. The first pass keeps a chunk's outputs for the
-    second, up to `max_kept_bytes` in all; beyond that the second pass encodes the chunk's images again.
+    The first pass keeps a chunk's outputs for the second pass, up to `max_kept_bytes` in all. The second pass encodes
+    the images of the other chunks again.
     """
 
     def __init__(
@@ -100,7 +99,7 @@ class FrozenTowerOutputs:
         self.autocast = autocast
         self.kept_bytes_left = max_kept_bytes
         # Bytes of the outputs of one image; 0 before the first chunk.
-        self.bytes_each = 0
+        self.bytes_per_image = 0
         # The outputs of chunks whose second pass is still to come.
         self.kept_outputs: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
 
@@ -113,7 +112,7 @@ class FrozenTowerOutputs:
         with torch.no_grad(), self.autocast():
             outputs: tuple[Tensor, Tensor] = self.tower(self.images.chunk(start, stop), with_tokens=True)
         size = sum(rows.nbytes for rows in outputs)
-        self.bytes_each = size // (stop - start)
+        self.bytes_per_image = size // (stop - start)
         if not torch.is_grad_enabled() and size <= self.kept_bytes_left:
             self.kept_outputs[start, stop] = outputs
             self.kept_bytes_left -= size

@@ -79,8 +79,7 @@ def load_state(train_step: TrainStep, state: CheckpointState, policy: OptimizerP
     state = replace(state, optimizer=with_groups_of_run(state.optimizer, model, optimizer))
     if policy is not OptimizerPolicy.TAKE_ALL:
         state = with_fitted_positions(state, model)
-    # The optimizer comes before the weights: to allocate its state, torch takes a step with zero gradients and a
-    # learning rate of 0.
+    # The optimizer comes before the weights: torch allocates its state by a step with zero gradients and a rate of 0.
     # `strict=False`, because a parameter that the loss does not use, such as the bias of a softmax, has no state.
     options = StateDictOptions(strict=False)
     if policy is not OptimizerPolicy.TAKE_NONE:
@@ -96,25 +95,24 @@ def load_state(train_step: TrainStep, state: CheckpointState, policy: OptimizerP
 
 
 def with_groups_of_run(saved: OptimizerState, model: nn.Module, optimizer: torch.optim.Optimizer) -> OptimizerState:
-    """A checkpoint's optimizer state in the parameter groups of the run's optimizer, with its settings.
+    """A checkpoint's optimizer state in the parameter groups of the run's optimizer, with the run's settings.
 
-    The checkpoint's may be divided in another way, since parameters of one learning rate are a group. torch also needs
-    the run's settings to place the state, for example of fused optimizers. Raises UserError if the checkpoint trains
-    other parameters.
+    The checkpoint may have other groups, because a group has one lr_factor. torch needs the run's settings to place the
+    state, for example of fused optimizers. Raises UserError if the checkpoint trains other parameters.
     """
     name_by_id = {id(p): name for name, p in model.named_parameters()}
-    names = [[name_by_id[id(p)] for p in group["params"]] for group in optimizer.param_groups]
-    group_of = {name: group for group in saved["param_groups"] for name in group["params"]}
-    only_one = sorted(group_of.keys() ^ {name for group_names in names for name in group_names})
-    if only_one:
-        trains = "the checkpoint" if only_one[0] in group_of else "this run"
+    names_of_groups = [[name_by_id[id(p)] for p in group["params"]] for group in optimizer.param_groups]
+    saved_group_of = {name: group for group in saved["param_groups"] for name in group["params"]}
+    unmatched = sorted(saved_group_of.keys() ^ {name for names in names_of_groups for name in names})
+    if unmatched:
+        trains = "the checkpoint" if unmatched[0] in saved_group_of else "this run"
         raise UserError(
             f"resume: the checkpoint's optimizer does not fit this model's parameters: only {trains} trains "
-            f"{only_one[0]}; train the same ones, or begin another run=NAME with model.weights="
+            f"{unmatched[0]}; train the same ones, or begin another run=NAME with model.weights="
         )
     groups = [
-        {**group_of[group_names[0]], **settings, "params": group_names}
-        for group_names, settings in zip(names, optimizer.param_groups)
+        {**saved_group_of[names[0]], **settings, "params": names}
+        for names, settings in zip(names_of_groups, optimizer.param_groups)
     ]
     return {**saved, "param_groups": groups}
 

@@ -23,31 +23,31 @@ class WeightEma:
         self.num_updates = 0
         self.model = model
         self.weights = {name: p for name, p in model.named_parameters() if p.requires_grad}
-        self.values = self._copy()
+        self.averages = self._copy()
 
     def update(self) -> None:
         """Average in the weights of this step."""
         self.num_updates += 1
         decay = min(self.decay, (1 + self.num_updates) / (10 + self.num_updates))
-        values = [local_shard(value) for value in self.values.values()]
+        values = [local_shard(value) for value in self.averages.values()]
         weights = [local_shard(w.detach()) for w in self.weights.values()]
         get_ema_multi_avg_fn(decay)(values, weights, self.num_updates)
 
     def state_dict(self) -> EmaState:
         """The state for a checkpoint."""
-        return {"updates": self.num_updates, "weights": dict(self.values)}
+        return {"updates": self.num_updates, "weights": dict(self.averages)}
 
     def load(self, state: EmaState | None) -> None:
         """Continue a checkpoint's average; with None start again at the current weights."""
         self.num_updates = state["updates"] if state else 0
-        for name, value in self.values.items():
+        for name, value in self.averages.items():
             local_shard(value).copy_(local_shard(state["weights"][name] if state else self.weights[name].detach()))
 
     @contextmanager
     def swapped_in(self) -> Iterator[None]:
         """In this context, the model has the averaged weights. Needs memory for one more copy of the weights."""
         before = self._copy()
-        self._set(self.values)
+        self._set(self.averages)
         try:
             yield
         finally:

@@ -1,4 +1,4 @@
-"""The memory of a step: what it may use, how much of that is for kept graphs, and the error if it is too little."""
+"""The memory of a step: how much it may use, how much of that kept graphs get, and the error if it runs out."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -28,8 +28,8 @@ def measured_keep_bytes(world: World, timer: StepTimer, graph_bytes: int) -> int
     margin. The graph of a replayed chunk needs no memory of its own: the kept graphs of its tower are backpropagated
     and freed before the first replay.
     """
-    rest = max(0, usable_bytes(world.device) - timer.working_bytes(graph_bytes))
-    [negated_least] = world.all_reduce_max(-rest)  # a minimum
+    bytes_left = max(0, usable_bytes(world.device) - timer.working_bytes(graph_bytes))
+    [negated_least] = world.all_reduce_max(-bytes_left)  # a minimum
     return -negated_least
 
 

@@ -20,8 +20,8 @@ from clipscale.step.cache.gradient_sync import sync_context
 class PairEncoder(nn.Module):
     """Both towers and the decoder as one encoder of `GradCache`.
 
-    Images, as `Captioner` takes them, and tokens of the same samples -> unit rows of images and captions, (N, 2, D),
-    and with a graph the sum of the captions' cross entropies.
+    It takes images, as `Captioner` does, and the tokens of the same samples. It returns unit rows of images and
+    captions, (N, 2, D), and with a graph the sum of the captions' cross entropies.
     """
 
     def __init__(self, image: nn.Module, text: nn.Module, decoder: nn.Module) -> None:

@@ -192,7 +192,7 @@ def test_the_next_stage_begins_with_the_same_weights_and_resized_positions(
     before |= {image: expected["visual.positional_embedding"], text: expected["text.positional_embedding"]}
     assert (before[image].shape, before[text].shape) == ((10, 32), (24, 32))
     assert all(torch.equal(p.detach(), before[name]) for name, p in step.model.named_parameters())
-    assert step.ema is not None and step.ema.values[image].shape == (10, 32)
+    assert step.ema is not None and step.ema.averages[image].shape == (10, 32)
     moments = checkpoint.load(checkpoint_path(run, 3), entries=("optimizer",)).optimizer["state"]
     for name, p in step.model.named_parameters():
         if optimizer == "restart" or name in (image, text):

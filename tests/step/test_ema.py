@@ -24,10 +24,10 @@ def test_the_average_follows_its_formula_and_lends_its_values() -> None:
         average.update()
         decay = min(0.5, (1 + n) / (10 + n))
         expected = decay * expected + (1 - decay) * model.weight.detach()
-    torch.testing.assert_close(average.values["weight"], expected)
+    torch.testing.assert_close(average.averages["weight"], expected)
     trained = model.weight.detach().clone()
     with average.swapped_in():
-        assert torch.equal(model.weight, average.values["weight"])
+        assert torch.equal(model.weight, average.averages["weight"])
     assert torch.equal(model.weight, trained)
 
 
@@ -44,7 +44,7 @@ def test_without_a_saved_average_it_starts_again_at_the_weights() -> None:
         model.weight.normal_()
     average.update()
     anew.update()
-    assert torch.equal(average.values["weight"], anew.values["weight"])
+    assert torch.equal(average.averages["weight"], anew.averages["weight"])
 
 
 @pytest.mark.parametrize(("scale", "averaged"), [(2.0**100, 0), (2.0**10, 1)])
@@ -72,7 +72,7 @@ def test_a_run_evaluates_the_average_and_trains_on_with_its_weights(
         "clipscale.run.train_loop.evaluate", lambda *_, **__: seen.update(copy.deepcopy(model.state_dict())) or {}
     )
     run.evaluate()
-    assert average and all(torch.equal(seen[name], value) for name, value in average.values.items())
+    assert average and all(torch.equal(seen[name], value) for name, value in average.averages.items())
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     assert any(not torch.equal(seen[name], before[name]) for name in before)
     run.stream.close()
