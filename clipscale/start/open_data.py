@@ -126,5 +126,5 @@ def least_saved_bytes(config: TrainConfig) -> int:
             weights = sum(p.nbytes for p in tower.parameters())
             size += weights
             if not model.lora:
-                size += (weights if config.ema else 0) + least_state_bytes(tower, config.optim.name)
+                size += (weights if config.ema else 0) + least_state_bytes(tower, config.optim)
     return size

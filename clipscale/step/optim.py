@@ -166,13 +166,16 @@ def parameter_kind(p: nn.Parameter, *, is_embedding: bool) -> int:
     return EMBEDDING if is_embedding else MATRIX
 
 
-def least_state_bytes(model: nn.Module, optimizer_name: str) -> int:
+def least_state_bytes(model: nn.Module, config: OptimConfig) -> int:
     """A lower bound of the bytes of an optimizer's state for all parameters of a model.
 
-    0 for an optimizer that STATE_SIZES does not have. Muon leaves all but matrices to AdamW.
+    0 for an optimizer that STATE_SIZES does not have, and without momentum or with further options, which may leave
+    parts of the state out. Muon leaves all but matrices to AdamW.
     """
-    of_matrix = STATE_SIZES.get(optimizer_name, 0)
-    of_others = STATE_SIZES["adamw"] if optimizer_name == "muon" else of_matrix
+    if config.options or not config.betas[0]:
+        return 0
+    of_matrix = STATE_SIZES.get(config.name, 0)
+    of_others = STATE_SIZES["adamw"] if config.name == "muon" else of_matrix
     embeddings = embedding_ids(model)
     return int(
         sum(

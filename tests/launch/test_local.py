@@ -169,7 +169,14 @@ def test_workers_stay_near_their_gpus_where_these_are_near_different_cores(
 
 def test_one_worker_is_this_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = TrainConfig(run=str(tmp_path), device="cpu", plan=False)
-    assert local.launch(config, this_process) == {"pid": os.getpid()}
+    calls: list[str] = []
+    result = local.launch(
+        config,
+        this_process,
+        prepare=lambda _: calls.append("prepare"),  # imports, while the plan is made
+        check_plan=lambda: calls.append("check_plan"),
+    )
+    assert result == {"pid": os.getpid()} and calls == ["prepare", "check_plan"]
     monkeypatch.setattr(local, "launch_workers", lambda count, config, task: {"count": count})
     assert local.launch(config, this_process, isolated=True) == {"count": 1}
     config = replace(config, launch=LaunchConfig(procs=3))
